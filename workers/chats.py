@@ -33,6 +33,16 @@ IMAGE_TYPES = ("image", "image_url", "input_image")
 """Types of parts that are images, in data files and in the APIs."""
 
 
+def is_image(part: Any) -> bool:
+    """Return True for a part of a content that is an image."""
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES
+
+
+def has_images(content: Any) -> bool:
+    """Return True for a content with parts that are images."""
+    return isinstance(content, list) and any(map(is_image, content))
+
+
 def read_parts(content: Sequence[Any], place: str) -> list[Part]:
     """Return text and images without other keys, such as those that Parquet files fill with None.
 

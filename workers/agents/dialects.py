@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.chats import text_of
+from workers.chats import has_images, is_image, text_of
 from workers.thoughts import REASONING
 
 Body = dict[str, Any]
@@ -44,10 +44,40 @@ def _for_templates(messages: Sequence[Body]) -> list[Body]:
         if role in ("system", "developer"):
             role = "system" if not joined or last["role"] == "system" else "user"
         if role == last.get("role") and role in ("system", "user"):
-            last["content"] += f"\n\n{message['content']}"
+            last["content"] = _joined(last["content"], message["content"])
         else:
             joined.append({**message, "role": role})
     return joined
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Return two contents as one, with an empty line between them."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts: list[Body] = []
+    for content in (first, "\n\n", second):
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def _content(content: Any) -> Any:
+    """Return a content as text, or as parts of chat completions if it has images."""
+    if not has_images(content):
+        return text_of(content)
+    return [
+        {"type": "image_url", "image_url": {"url": _url(part)}}
+        if is_image(part)
+        else {"type": "text", "text": text_of([part])}
+        for part in content
+    ]
+
+
+def _url(part: Body) -> Any:
+    """Return the URL of an image in OpenAI's Responses or Anthropic's Messages."""
+    source = part.get("source") or {"url": part.get("image_url")}
+    if source.get("type") == "base64":
+        return f"data:{source['media_type']};base64,{source['data']}"
+    return source.get("url")
 
 
 def _call(number: Any, name: Any, arguments: Any) -> Body:
@@ -103,14 +133,14 @@ def _from_message(message: Mapping[str, Any]) -> list[Body]:
     for block in content:
         if block["type"] == "tool_result":
             answer = {"role": "tool", "tool_call_id": block["tool_use_id"]}
-            results.append({**answer, "content": text_of(block.get("content"))})
+            results.append({**answer, "content": _content(block.get("content"))})
         elif block["type"] == "tool_use":
             calls.append(_call(block["id"], block["name"], block["input"]))
         elif not block["type"].endswith("thinking"):
             texts.append(block)
     if results and not texts:
         return results
-    turn = {"role": message["role"], "content": text_of(texts), "tool_calls": calls}
+    turn = {"role": message["role"], "content": _content(texts), "tool_calls": calls}
     return [*results, turn | ({REASONING: "\n\n".join(thoughts)} if thoughts else {})]
 
 
@@ -182,7 +212,7 @@ def _from_responses(body: Body) -> Body:
     for item in items:
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item["role"], "content": text_of(item["content"])})
+            messages.append({"role": item["role"], "content": _content(item["content"])})
         elif kind == "function_call":
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -190,7 +220,7 @@ def _from_responses(body: Body) -> Body:
             calls.append(_call(item["call_id"], item["name"], item["arguments"]))
         elif kind == "function_call_output":
             answer = {"role": "tool", "tool_call_id": item["call_id"]}
-            messages.append({**answer, "content": text_of(item["output"])})
+            messages.append({**answer, "content": _content(item["output"])})
         elif kind == "reasoning":
             thoughts += [part["text"] for part in item.get("content") or ()]
             continue

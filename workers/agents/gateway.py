@@ -57,13 +57,14 @@ from workers.agents.requests import (
     stop_strings,
 )
 from workers.agents.tools import Tool, waited
+from workers.chats import has_images, is_image
 from workers.thoughts import REASONING, split_thoughts
 
 COUNT_TOKENS, BYTES_PER_TOKEN = "v1/messages/count_tokens", 4
 OTHER_PATHS = ("v1/chat/completions", "inference/v1/generate", COUNT_TOKENS)
 ARGUMENTS = ("row", "rng", "base_url", "api_key", "model")
 """Arguments that the run passes to an agent. A function with the parameter `row` is an agent."""
-LONGEST_BODY = 2**22
+LONGEST_BODY = 2**24
 """Maximum bytes of a request."""
 LONGEST_LINE = 4096
 """Maximum bytes of a line between the chunks of a request."""
@@ -111,8 +112,9 @@ class AgentEpisode:
         url = f"{root}/v1"
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name}
         os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": session.name}
+        row = {name: _for_clients(row[name]) if name == "prompt" else row[name] for name in row}
         values = {
-            **dict(zip(ARGUMENTS, (dict(row), self.rng, url, session.name, MODEL), strict=True)),
+            **dict(zip(ARGUMENTS, (row, self.rng, url, session.name, MODEL), strict=True)),
             **self.kwargs,
         }
         names = inspect.signature(self.agent).parameters
@@ -308,7 +310,10 @@ class Conversation:
             and self._tools == request.tools
             and _spoken(messages[:read]) == _spoken(self._history)
         )
-        known = [self._reasoning.get(repr(_spoken([message]))) for message in messages]
+        known = [
+            message["role"] == "assistant" and self._reasoning.get(repr(_spoken([message])))
+            for message in messages
+        ]
         fields = {
             "extends": extends,
             "chat": [
@@ -361,6 +366,26 @@ class Conversation:
         message |= {"content": content if rest else None, "tool_calls": written}
         message["content"] = message["content"] or None
         return message | ({REASONING: reasoning} if reasoning else {})
+
+
+def _for_clients(prompt: Any) -> Any:
+    """Return a row's prompt with its images as `data:` URLs, as an agent can send them."""
+    if not isinstance(prompt, list):
+        return prompt
+    return [
+        {**message, "content": list(map(_part_for_clients, message["content"]))}
+        if has_images(message.get("content"))
+        else message
+        for message in prompt
+    ]
+
+
+def _part_for_clients(part: Any) -> Any:
+    if not is_image(part):
+        return part
+    from workers.images import image_url
+
+    return {"type": "image_url", "image_url": {"url": image_url(part["path"])}}
 
 
 def _number(reward: Any) -> float:

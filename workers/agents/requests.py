@@ -9,13 +9,14 @@ A request with token ids (`inference/v1/generate`) has its fields in `sampling_p
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from workers.agents.tools import describe_type, fits
-from workers.chats import text_of
+from workers.chats import has_images, is_image, text_of
 from workers.thoughts import REASONING
 
 if TYPE_CHECKING:
@@ -223,7 +224,7 @@ def _check_kinds(fields: Mapping[str, Any]) -> None:
 
 
 def read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert a message for chat templates: content as text, arguments of calls as objects."""
+    """Convert a message for chat templates: texts joined, arguments of calls as objects."""
     role, calls = raw.get("role"), raw.get("tool_calls") or []
     if not isinstance(role, str) or role not in ROLES:
         raise RejectedRequest(
@@ -232,7 +233,7 @@ def read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
     if not fits(calls, OBJECTS):
         raise RejectedRequest(f"tool_calls={calls!r:.80} is not a list of calls", "messages")
     try:
-        content = text_of(raw.get("content"))
+        content = _read_content(raw.get("content"))
     except ValueError as error:
         raise RejectedRequest(str(error), "messages") from error
     message: dict[str, Any] = {"role": ROLES[role], "content": content}
@@ -248,6 +249,30 @@ def read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
         name = raw.get("name") or (names[-1] if names else None)
         message |= {"tool_call_id": str(number)} | ({"name": str(name)} if name else {})
     return message
+
+
+def _read_content(content: Any) -> str | list[dict[str, str]]:
+    """Return a content as text, or as parts if it has images.
+
+    Images are `data:` URLs, so that an agent cannot name files of the run.
+    """
+    if not has_images(content):
+        return text_of(content)
+    parts: list[dict[str, str]] = []
+    for number, part in enumerate(content):
+        if not is_image(part):
+            parts.append({"type": "text", "text": text_of([part])})
+            continue
+        url = part.get("image_url")
+        url = url.get("url") if isinstance(url, Mapping) else url
+        if not isinstance(url, str) or not url.startswith("data:"):
+            raise ValueError(
+                f"part {number} of the message is the image {url!r:.80}, but an image must be a "
+                "data: URL. Send its bytes, as in data:image/png;base64,..."
+            )
+        # a chat is sent again with each request
+        parts.append({"type": "image", "url": sys.intern(url)})
+    return parts
 
 
 def _read_call(call: Mapping[str, Any]) -> dict[str, Any]:

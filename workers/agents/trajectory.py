@@ -399,7 +399,7 @@ class Trajectory:
             messages, request = with_refs(messages), with_refs(request)
             self._start_turn(request, messages)
         except Exception as error:  # noqa: BLE001 - it is this request's error
-            words = str(error) if isinstance(error, ConfigError) else f"it fails: {error!r:.200}"
+            words = str(error) if isinstance(error, ValueError) else f"it fails: {error!r:.200}"
             problem = error if isinstance(error, RejectedRequest) else RejectedRequest(words)
             refusal: dict[str, Any] = {"rejected": problem.fields, "is_cut": bool(self.cut)}
             self.setting.host.say(self.environment_id, "", self.start.player, **refusal)

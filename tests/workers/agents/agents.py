@@ -5,13 +5,17 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import inspect
 import os
+import pathlib
+import re
 import socket
 import time
 
 import httpx
 import openai
+import pytest
 
 
 def any_of_these(row, **arguments):
@@ -214,6 +218,40 @@ def rewrites(row):
     reply = client.chat.completions.create(messages=messages, **SHORT)
     messages += [reply.choices[0].message, {"role": "user", "content": "more"}]
     client.chat.completions.create(messages=messages, **SHORT)
+    return 1.0
+
+
+def looks(row, turns, forgets=False):
+    """Show the images of each turn; with `forgets`, the last turn begins a new chat."""
+    client, messages = openai.OpenAI(), []
+    for number, paths in enumerate(turns):
+        parts = [{"type": "text", "text": "see "}, *map(image_part, paths)]
+        messages = [] if forgets and number == len(turns) - 1 else messages
+        messages.append({"role": "user", "content": parts})
+        message = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
+        messages.append({"role": "assistant", "content": message.content})
+    return 1.0
+
+
+def image_part(path):
+    data = base64.b64encode(pathlib.Path(path).read_bytes()).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+
+
+def looks_at_its_prompt(row):
+    """Send the row's prompt as it is."""
+    openai.OpenAI().chat.completions.create(messages=row["prompt"], **SHORT)
+    return 1.0
+
+
+def sends_image_urls(row, urls):
+    """Return without an error once each URL is rejected in words."""
+    client = openai.OpenAI()
+    client.chat.completions.create(messages=ASK, **SHORT)
+    for url, words in urls:
+        parts = [{"type": "image_url", "image_url": {"url": url}}]
+        with pytest.raises(openai.BadRequestError, match=re.escape(words)):
+            client.chat.completions.create(messages=[{"role": "user", "content": parts}], **SHORT)
     return 1.0
 
 

@@ -180,6 +180,37 @@ def roles_and_texts(event: dict[str, Any]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in event["messages"]]
 
 
+URL = "data:image/png;base64,AAAA"
+
+
+def test_images_of_both_apis_become_parts(
+    responses: Any,
+    session: AgentSession,  # noqa: F811
+    exchange: Exchange,  # noqa: F811
+) -> None:
+    parts = [{"type": "input_text", "text": "is"}, {"type": "input_image", "image_url": URL}]
+    items: list[Any] = [{"role": "user", "content": parts}, {"role": "user", "content": "it?"}]
+    event, _ = exchange("no", lambda: responses.create(model="any", input=items))
+    expected = [{"type": "text", "text": "is"}, {"type": "image", "url": URL}]
+    after = [{"type": "text", "text": "\n\n"}, {"type": "text", "text": "it?"}]
+    assert event["messages"] == [{"role": "user", "content": expected + after}]
+
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    image = {"type": "image", "source": source}
+    use = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [image]}
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "is"}, image]},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    body = {**BODY, "messages": chat}
+    event, _ = exchange("no", lambda: httpx.post(url(session, "v1/messages"), json=body))
+    first, _, last = event["messages"]
+    assert first["content"] == expected
+    assert (last["role"], last["content"]) == ("tool", expected[1:])
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ from tests.workers.agents.test_loop import HERE, assert_same_bits, starts
 from tests.workers.models.test_image_input import Case, close, make_case
 from tests.workers.rollout.test_images import engine_of
 from verl_like.errors import ConfigError
+from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.host import EnvironmentHost, RecordedHost
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory
 from workers.config import EnvironmentConfig
-from workers.images import ImageRef
+from workers.images import ImageRef, image_ref
 from workers.rollout.base import SamplingParams
 from workers.training.attention import packed_rows
 
@@ -59,8 +62,9 @@ def play(
     begun = []
     for number, counts in enumerate(TURNS):
         shown = [[str(folder / f"{(number + n) % 4}.png") for n in range(c)] for c in counts]
-        row = {"class": "Shows", "settings": {"turns": shown}}
-        begun += starts(number, number + 1, **row, **rows[number])
+        row = {"class": "Shows", "settings": {"turns": shown}, "agent": "looks"}
+        row |= {"arguments": {"turns": shown}, **rows[number]}
+        begun += starts(number, number + 1, **row)
     numbers = loop.submit(begun, sampling, num_open, case.reader.token_id)
     ended = loop.take()
     return [ended[number] for number in numbers]
@@ -171,6 +175,80 @@ def test_a_chat_that_is_rendered_again_has_all_its_images_in_each_segment(
     for trajectory, logits in zip(trajectories, expected.tensor_split(ends[:-1]), strict=True):
         sampled, ours = sampled_log_probs(trajectory, logits)
         torch.testing.assert_close(sampled, ours, atol=1e-5, rtol=1e-4)
+
+
+@pytest.fixture
+def agents(host_of: Callable[..., EnvironmentHost]) -> EnvironmentHost:
+    spec = EnvironmentSpec("tests.workers.agents.agents:any_of_these")
+    return host_of(replace(spec, sandbox=Sandbox(network=False)), 30.0)
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_the_images_of_an_agents_requests_are_in_its_trajectory(
+    forgets: bool, tmp_path: Path, agents: EnvironmentHost
+) -> None:
+    """The agent uses OpenAI's client, and sends the whole chat with each request."""
+    case = make_case("qwen2_vl", tmp_path)
+    case.module.float()
+    shown = [
+        [[f"{tmp_path}/{(number + n) % 4}.png" for n in range(c)] for c in counts]
+        for number, counts in enumerate(TURNS)
+    ]
+    further = [{"arguments": {"turns": turns, "forgets": forgets}} for turns in shown]
+    trajectories = play(case, tmp_path, "native", agents, rows=further)
+    rows = in_training(case, trajectories)
+    for number, trajectory in enumerate(trajectories):
+        assert (trajectory.ended, trajectory.problem) == ("terminated", "")
+        names = [path for turn in shown[number] for path in turn]
+        expected = [image_ref(name).sha for name in names]
+        assert [ref.sha for ref in rows.refs[number]] == expected
+        assert len(trajectory.sample.segments) == forgets
+        if not forgets:
+            with torch.no_grad():
+                sampled, ours = sampled_log_probs(trajectory, rows.of_transformers(number))
+            torch.testing.assert_close(sampled, ours, atol=1e-5, rtol=1e-4)
+    recorded = [
+        row | {"recorded_answers": t.answers} for row, t in zip(further, trajectories, strict=True)
+    ]
+    replayed = play(case, tmp_path, "native", RecordedHost(agents.kinds), rows=recorded)
+    assert_same_bits(replayed, trajectories)
+
+
+def test_an_agent_can_send_the_prompt_of_a_row_with_images(
+    tmp_path: Path, agents: EnvironmentHost
+) -> None:
+    case = make_case("llava", tmp_path)
+    case.module.float()
+    loop, sampling = new_loop(case, tmp_path, "native", agents)
+    ref = case.refs[2][0]
+    parts = [{"type": "image", **ref._asdict()}, {"type": "text", "text": "what?"}]
+    prompt = [{"role": "user", "content": parts}]
+    row = {"agent": "looks_at_its_prompt", "arguments": {}, "prompt": prompt}
+    loop.submit(starts(0, 1, **row), sampling, 64, case.reader.token_id)
+    (trajectory,) = loop.take().values()
+    assert [sha for _, sha, *_ in trajectory.sample.images] == [ref.sha]
+
+
+def test_an_agent_reads_in_words_why_an_image_is_rejected(
+    tmp_path: Path, agents: EnvironmentHost
+) -> None:
+    case = make_case("llava", tmp_path)
+    case.module.float()
+    loop, sampling = new_loop(case, tmp_path, "native", agents)
+    good = "data:;base64," + b64encode((tmp_path / "0.png").read_bytes()).decode()
+    urls = [
+        (f"{tmp_path}/0.png", "an image must be a data: URL"),
+        (f"file://{tmp_path}/0.png", "an image must be a data: URL"),
+        ("https://example.com/0.png", "an image must be a data: URL"),
+        ("data:image/png;base64,AAAA", "not a readable image"),
+        ("data:image/png,AAAA", "it is not base64"),
+    ]
+    without_key = [(good, "sample 1: it has images, but the rows of this run have none")]
+    for number, (token, rejected) in enumerate(((case.reader.token_id, urls), (None, without_key))):
+        row = {"agent": "sends_image_urls", "arguments": {"urls": rejected}}
+        loop.submit(starts(number, number + 1, **row), sampling, 64, token)
+        (trajectory,) = loop.take().values()
+        assert (trajectory.ended, trajectory.problem) == ("terminated", "")
 
 
 BAD = {
