@@ -31,7 +31,7 @@ class SlowTrainer(PPOTrainer):
 
     part, loss, number = "", "", signal.SIGTERM
     has_loss = False
-    """Whether a process is still to be lost."""
+    """True until a process is lost."""
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:

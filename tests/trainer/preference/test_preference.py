@@ -55,9 +55,11 @@ def trained(*settings: str) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unbroken(
+    tiny_dir: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The run folder of DPO: two epochs of ten pairs, five per step."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("unbroken")
     trained(
         *settings_of(tiny_dir, files, folder, *validating(files), "trainer.save_freq=2", EXPORT)
     )
@@ -79,8 +81,8 @@ def log_probs_by_hand(model_folder: Path, rows: list[LMRow]) -> list[float]:
     return sums
 
 
-def test_pairs_are_learned(whole: Path) -> None:
-    steps = [line for line in numbers(whole) if "train/loss" in line]
+def test_pairs_are_learned(unbroken: Path) -> None:
+    steps = [line for line in numbers(unbroken) if "train/loss" in line]
     assert steps[0]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert steps[0]["train/kl/row"] == pytest.approx(0, abs=1e-5)
     assert len(steps) == 4
@@ -92,17 +94,17 @@ def test_pairs_are_learned(whole: Path) -> None:
 
 
 def test_validation_metrics_equal_a_computation_by_hand(
-    whole: Path, tiny_dir: Path, files: dict[str, Path]
+    unbroken: Path, tiny_dir: Path, files: dict[str, Path]
 ) -> None:
     tokenizer = load_tokenizer(f"{tiny_dir}/model")
     pairs = read_pairs("data.val_files", str(files["val"]), tokenizer, 32)
     sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
     before = log_probs_by_hand(tiny_dir / "model", sides)
-    after = log_probs_by_hand(whole / "model", sides)
+    after = log_probs_by_hand(unbroken / "model", sides)
     ratios = [new - old for new, old in zip(after, before, strict=True)]
     gaps = [0.1 * (ratios[0] - ratios[1]), 0.1 * (ratios[2] - ratios[3])]
 
-    last = [line for line in numbers(whole) if "val/loss" in line][-1]
+    last = [line for line in numbers(unbroken) if "val/loss" in line][-1]
     losses = [math.log1p(math.exp(-gap)) for gap in gaps]
     assert last["val/loss"] == pytest.approx(sum(losses) / 2, abs=1e-5)
     assert last["val/rewards/margin"] == pytest.approx(sum(gaps) / 2, abs=1e-5)
@@ -119,15 +121,15 @@ def resuming(settings: list[str], start: Path) -> list[str]:
 
 @pytest.mark.parametrize("has_table", [True, False])
 def test_a_resumed_run_repeats_the_numbers(
-    has_table: bool, whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+    has_table: bool, unbroken: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
-    start = whole / "global_step_2"
+    start = unbroken / "global_step_2"
     if not has_table:
         shutil.copytree(start, tmp_path / "elsewhere" / start.name)
         start = tmp_path / "elsewhere" / start.name
     settings = settings_of(tiny_dir, files, tmp_path / "again", *validating(files))
     again = trained(*resuming(settings, start))
-    assert again == [line for line in numbers(whole) if line["step"] > 2]
+    assert again == [line for line in numbers(unbroken) if line["step"] > 2]
     events = (tmp_path / "again" / "timeline.json").read_text(encoding="utf-8")
     assert ("compute_ref_log_prob" in events) is not has_table
 
@@ -146,46 +148,46 @@ def other_model(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
-def first_step(whole: Path, folder: Path, settings: list[str]) -> dict[str, float]:
-    """Run a step in a new folder that has the reference's log-probs of `whole`."""
+def first_step(unbroken: Path, folder: Path, settings: list[str]) -> dict[str, float]:
+    """Run a step in a new folder that has the reference's log-probs of `unbroken`."""
     folder.mkdir()
-    shutil.copy(whole / FILE, folder / FILE)
+    shutil.copy(unbroken / FILE, folder / FILE)
     return trained(*settings, "trainer.total_training_steps=1")[0]
 
 
 def test_changed_rows_are_rejected_by_a_resume_and_scored_by_a_new_run(
-    whole: Path, tiny_dir: Path, tmp_path: Path
+    unbroken: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
     reordered = {"train": write_jsonl(tmp_path / "train.jsonl", PAIRS[::-1])}
     settings = settings_of(tiny_dir, reordered, tmp_path / "resumed")
     with pytest.raises(CheckpointError, match=r"rows of data.train_files have changed"):
-        trained(*resuming(settings, whole / "global_step_2"))
+        trained(*resuming(settings, unbroken / "global_step_2"))
 
     new = tmp_path / "new"
-    first = first_step(whole, new, settings_of(tiny_dir, reordered, new))
+    first = first_step(unbroken, new, settings_of(tiny_dir, reordered, new))
     assert first["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_other_weights_are_rejected_by_a_resume_and_used_by_a_new_run(
-    whole: Path, tiny_dir: Path, other_model: Path, files: dict[str, Path], tmp_path: Path
+    unbroken: Path, tiny_dir: Path, other_model: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     other = f"ref.model.path={other_model}"
     settings = settings_of(tiny_dir, files, tmp_path / "resumed", other)
     with pytest.raises(CheckpointError, match=r"weights or model.compute_dtype have changed"):
-        trained(*resuming(settings, whole / "global_step_2"))
+        trained(*resuming(settings, unbroken / "global_step_2"))
 
     new = tmp_path / "new"
-    first = first_step(whole, new, settings_of(tiny_dir, files, new, other))
+    first = first_step(unbroken, new, settings_of(tiny_dir, files, new, other))
     assert abs(first["train/kl/row"]) > 0.01
 
 
 def test_other_validation_rows_are_scored_by_the_initial_weights(
-    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+    unbroken: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     reordered = {"val": write_jsonl(tmp_path / "val.jsonl", VAL[::-1])}
     settings = settings_of(tiny_dir, files, tmp_path / "again", *validating(reordered))
-    last = trained(*resuming(settings, whole / "global_step_2"))[-1]
-    expected = {name: x for name, x in numbers(whole)[-1].items() if name.startswith("val/")}
+    last = trained(*resuming(settings, unbroken / "global_step_2"))[-1]
+    expected = {name: x for name, x in numbers(unbroken)[-1].items() if name.startswith("val/")}
     assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
@@ -266,7 +268,7 @@ def test_margins_are_in_the_loss_or_get_a_notice(
 
 
 @pytest.mark.parametrize(("loss", "text_after_eos"), [("dpo", "keep"), ("kto", "cut")])
-def test_text_after_the_end_token_is_kept_or_cut(
+def test_text_after_the_end_token_stays_or_is_cut(
     loss: str, text_after_eos: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = load_tokenizer(f"{tiny_dir}/model")
@@ -288,8 +290,8 @@ def test_text_after_the_end_token_is_kept_or_cut(
     for side in both_sides(encoded):
         assert tokenizer.decode(side.ids[side.in_loss]).endswith(tail)
         assert tokenizer.decode(side.ids).endswith(tail)
-    is_kept = text_after_eos == "keep"
-    effect = "stays in the loss. Set data.text_after_eos=cut" if is_kept else "is removed"
+    stays = text_after_eos == "keep"
+    effect = "stays in the loss. Set data.text_after_eos=cut" if stays else "is removed"
     num_rows = 4 if loss == "dpo" else 8
     notice = f"{num_rows} rows have whitespace after the end token, which {effect}"
     assert caplog.text.count(notice) == 1
@@ -317,14 +319,14 @@ def test_the_kl_of_mismatched_rows_equals_a_computation_by_hand(
 
 
 def test_a_separate_reference_has_its_own_role(
-    whole: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+    unbroken: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
 ) -> None:
     separate = [f"ref.model.path={tiny_dir}/model", "placement=split", "trainer.n_gpus_per_node=2"]
     short = "trainer.total_training_steps=2"
     steps = trained(*settings_of(tiny_dir, files, tmp_path, *separate, short))
     expected = [
         {name: value for name, value in line.items() if not name.startswith("val/")}
-        for line in numbers(whole)
+        for line in numbers(unbroken)
         if line["step"] in (1, 2)
     ]
     assert steps == expected

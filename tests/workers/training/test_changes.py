@@ -50,14 +50,15 @@ def changes_like(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return ones in these rows, sharded as the weight is."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    whole = rows[:, None].expand(weight.shape).to(weight.dtype)
+    ones = rows[:, None].expand(weight.shape).to(weight.dtype)
     if isinstance(weight, DTensor):
-        return distribute_tensor(whole, weight.device_mesh, weight.placements)
-    return whole
+        return distribute_tensor(ones, weight.device_mesh, weight.placements)
+    return ones
 
 
 def test_the_fraction_does_not_depend_on_the_sharding(tiny_dir: Path) -> None:
-    (alone,) = run_kept(1, fraction_of_planted_changes, tiny_dir, {})
-    assert 0.2 < alone < 0.5
+    (of_one_rank,) = run_kept(1, fraction_of_planted_changes, tiny_dir, {})
+    assert 0.2 < of_one_rank < 0.5
     for layout in ({"shard": 2}, {"tp": 2}, {"pp": 2}):
-        assert run_kept(2, fraction_of_planted_changes, tiny_dir, layout) == [alone] * 2, layout
+        fractions = run_kept(2, fraction_of_planted_changes, tiny_dir, layout)
+        assert fractions == [of_one_rank] * 2, layout
