@@ -63,10 +63,12 @@ class Watch:
         rows = prompts.rows[places].tolist()
         for part in parts:
             batch = synthetic_responses(prompts, rows, trainer.rollouts.tokenizer, width)
-            failures = part.manager.remote(batch).result().failures
-            if failures and part.config.on_failure != "skip":
-                count = sum(failure.count for failure in failures.values())
-                texts = "".join(f"\n  {failure}" for failure in failures.values())
+            scored = part.manager.remote(batch).result()
+            if scored.note:
+                raise ConfigError(f"{part.config.label}: {scored.note}")
+            if scored.failures and part.config.on_failure != "skip":
+                count = sum(failure.count for failure in scored.failures.values())
+                texts = "".join(f"\n  {failure}" for failure in scored.failures.values())
                 raise RewardError(
                     f"{part.config.label} failed for {count} of {len(rows)} rows, with the row's "
                     f"ground truth as response:{texts}"

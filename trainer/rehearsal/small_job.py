@@ -2,8 +2,9 @@
 
     small = small_config(config, folder)        # writes stand-ins of its models into `folder`
 
-Kept: data, template, tokenizer, reward, environment, losses, trainer class, roles, LoRA, the order
-of pools. Changed: the models' sizes, batches, lengths, ranks, the engine, and every output folder.
+It has the data, template, tokenizer, image processor, reward, environment, losses, trainer class,
+roles, LoRA and order of pools of the job. Models, batches, lengths and the number of ranks are
+smaller, the engine is not vLLM, and every output folder is another.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SAMPLES, MOST_PER_PROMPT, ROWS = 32, 16, 4
 RESPONSE, RESPONSE_OF_TURNS, TURN, TURNS = 16, 512, 8, 8
 """Longest response without and with an environment, and a turn's tokens, and turns."""
 RESUMES = ("model", "optimizer", "extra")
-"""What a checkpoint needs so that a run resumes with equal numbers."""
+"""Contents of a checkpoint with which a run resumes with equal numbers."""
 AXES = ("tp", "sp", "pp", "ep")
 PLAIN: dict[str, Any] = {
     "attn_implementation": "auto",
@@ -126,8 +127,8 @@ def small_config(config: C, folder: Path) -> C:
         elif key.leaf == "quantization" and value == "fp8":
             changes[key.name] = None
         elif key.leaf == "parallel" and value:
-            own = vars(getattr(config, "parallel", ParallelConfig())) | value
-            changes[key.name] = value | folded(own)
+            of_run = vars(getattr(config, "parallel", ParallelConfig()))
+            changes[key.name] = value | folded(of_run | value)
     if isinstance(parallel := getattr(config, "parallel", None), ParallelConfig):
         changes |= {f"parallel.{axis}": size for axis, size in folded(vars(parallel)).items()}
     changes |= _sizes(config)
@@ -150,11 +151,11 @@ def folded(axes: Mapping[str, Any]) -> dict[str, int]:
 def _with_few_ranks(config: C) -> C:
     """Return the configuration with at most two ranks per pool; one if there are many pools."""
     spec, pools = config.resource_pool_spec, expand_roles(config.role_mapping)
-    whole = vars(getattr(config, "parallel", ParallelConfig()))
+    of_run = vars(getattr(config, "parallel", ParallelConfig()))
     split = {
         pool
         for role, pool in pools.items()
-        if max(folded(whole | _axes_of(config, role)).values(), default=1) > 1
+        if max(folded(of_run | _axes_of(config, role)).values()) > 1
     }
     sizes = {
         pool: [min(2 if len(spec) < 3 or pool in split else 1, sum(nodes))]
@@ -204,14 +205,10 @@ def _sizes(config: Any) -> dict[str, Any]:
         changes["environment.max_tokens_per_turn"] = min(turn, TURN)
     if penalty.len > response:
         changes["reward.overlong_penalty.len"] = response
-    for name in ("actor_rollout_ref.actor", "critic"):
-        section = config
-        for part in name.split("."):
-            section = getattr(section, part, None)
-        mini = getattr(section, "ppo_mini_batch_size", None)
-        if mini is not None:
-            is_whole = mini >= batch or prompts < 4 or prompts % 2
-            changes[f"{name}.ppo_mini_batch_size"] = prompts if is_whole else prompts // 2
+    for key, section in leaves_of(config):
+        if key.leaf == "ppo_mini_batch_size" and section.ppo_mini_batch_size:
+            is_single = section.ppo_mini_batch_size >= batch or prompts < 4 or prompts % 2
+            changes[key.name] = prompts if is_single else prompts // 2
     if getattr(config, "ptx", None) is not None and config.ptx.batch_size:
         changes["ptx.batch_size"] = min(config.ptx.batch_size, ROWS)
     return changes
@@ -244,13 +241,13 @@ def _small(config: Any, path: str) -> Any:
     """Return the config of the tiny model, with narrow layers if the class allows it."""
     from huggingface_hub.errors import StrictDataclassError
 
-    failures, whole = [], copy.deepcopy(config)
-    text = whole.get_text_config()
+    failures, wide = [], copy.deepcopy(config)
+    text = wide.get_text_config()
     if getattr(text, "use_sliding_window", None) is False:
         text.max_window_layers = 1  # no layer has a window, so two layers have every kind
     for with_widths in (True, False):
         try:
-            small = shrunk(whole, with_widths)
+            small = shrunk(wide, with_widths)
             _keep_tokens(config, small)
             with torch.device("meta"):
                 size = _class_of(config)._from_config(small).num_parameters()
@@ -266,7 +263,7 @@ def _small(config: Any, path: str) -> Any:
 
 
 def _keep_tokens(config: Any, small: Any) -> None:
-    """Give the small config the vocabulary, token ids and positions of the whole one."""
+    """Give the small config the vocabulary, token ids and positions of the model's config."""
     for name, value in config.to_dict().items():
         part = getattr(config, name, None)
         if name in config.sub_configs and part is not None:

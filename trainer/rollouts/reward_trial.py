@@ -42,8 +42,11 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
         wait([future], SLOW_S)
         if not future.done():
             rewards.note_slow(part, "the first row, before models are loaded")
-        for failure in future.result().failures.values():
-            error, label = with_source(failure.error), part.config.label
+        scored, label = future.result(), part.config.label
+        if scored.note:
+            print(f"note: {label}: {scored.note}", flush=True)
+        for failure in scored.failures.values():
+            error = with_source(failure.error)
             problem = f"{label}, tried on the first row's ground truth: {error}"
             if NO_REWARD in error or part.config.on_failure != "skip":
                 raise ConfigError(problem)

@@ -50,6 +50,8 @@ class TermScores:
     """The function's other results, by name: numbers, and the text of `VOTE`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics, among them the counts of failed and of late samples."""
+    note: str = ""
+    """The entries of a result that are ignored because they are no data."""
 
 
 class RewardManager:
@@ -114,7 +116,9 @@ class RewardManager:
             extras[name] = np.array(column, object if name == VOTE else np.float64)
             if name != VOTE and not np.isnan(extras[name]).all():
                 metrics[f"reward/{name}/mean"] = float(np.nanmean(extras[name]))
-        return TermScores(scores, step_ends, failed, failures, extras, metrics)
+        notes = [note for score, _, note in outcomes if score is not None and note]
+        note = notes[0] if notes else ""
+        return TermScores(scores, step_ends, failed, failures, extras, metrics, note)
 
     def close(self) -> None:
         """End the processes, even if a batch is being scored."""

@@ -5,6 +5,7 @@ This module does not import torch, because it runs in reward processes, which st
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection
 from numbers import Real
@@ -13,7 +14,10 @@ from typing import Any, SupportsFloat
 Steps = list[tuple[int, float]]
 """The steps of a response: the token at which each ends, and its score."""
 Outcome = tuple[float | None, dict[str, Any], str | None]
-"""A score, or None after a failure; other numbers, `pred` and steps; an error, or None."""
+"""A score, or None after a failure; other numbers, `pred` and steps; an error, or None.
+
+With a score, the text is not an error: it names entries that are ignored.
+"""
 STEPS = "step_scores"
 """Key of a result for the scores of the response's steps; lists under other keys are ignored."""
 VOTE = "pred"
@@ -33,6 +37,8 @@ NO_REWARD = (
     "such as solution_strs) a list of these"
 )
 """End of the error for a result without a number."""
+IGNORED = " cannot be written as JSON and is ignored. Return a number, for a tensor its .item()"
+"""End of the note about entries that are ignored."""
 PLACE = "\n    at {}, line {}"
 """End of an error text if the line of your code is known."""
 LARGEST_SCORE = 3.4028234e38
@@ -60,14 +66,27 @@ def read_outcome(result: Any) -> Outcome:
         )
 
     checked: dict[str, Any] = {}
+    ignored = []
     for name, value in extras.items():
         if isinstance(value, Real):
             checked[str(name)] = float(value)
+        elif name != VOTE and not is_json(value):
+            ignored.append(f"{name!r} ({type(value).__name__})")
     if VOTE in extras:
         checked[VOTE] = str(extras[VOTE])
     if steps:
         checked[STEPS] = steps
-    return number, checked, None
+    note = f"{', '.join(ignored)}{IGNORED}" if ignored else None
+    return number, checked, note
+
+
+def is_json(value: Any) -> bool:
+    """Return True if JSON can write the value."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_steps(steps: Any) -> Steps:
@@ -95,8 +114,9 @@ def read_answer(answer: Any, requested: Collection[int]) -> tuple[int, Outcome]:
             raise ValueError(f"the reply has sample {number!r:.40}, which was not sent")
         if score is None:
             return number, (None, {}, str(error))
+        note = None if error is None else str(error)
         if not extras and type(score) is float and is_finite(score):  # fast path
-            return number, (score, {}, None)
-        return number, read_outcome({**extras, "score": score})
+            return number, (score, {}, note)
+        return number, (*read_outcome({**extras, "score": score})[:2], note)
     except (TypeError, ValueError) as err:
         raise ValueError(f"returned an invalid reply ({err})") from err

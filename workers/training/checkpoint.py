@@ -161,6 +161,8 @@ class CheckpointMixin(BackgroundSaves):
             for full_name, value in state.items():
                 _, key, name = full_name.split(".", 2)
                 optimizer.state[parameters[name]][key] = value
+            if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+                optimizer.load_state_dict(optimizer.state_dict())  # may derive more from the state
             if average is not None and not averaged:
                 logger.warning("%s holds no moving average: it starts from the weights.", folder)
                 average.restart()

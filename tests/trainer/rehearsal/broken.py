@@ -49,6 +49,19 @@ def reward_without_result(response: str, ground_truth: str) -> float | None:
     return 1.0 if response.startswith(ground_truth) else None
 
 
+def reward_with_a_set(response: str, ground_truth: str) -> dict[str, Any]:
+    return {"score": 0.5, "letters": set(response)}
+
+
+def reward_of_one_image(response: str, images: list[Any]) -> float:
+    (image,) = images or [None]
+    return float(image is None)
+
+
+def reward_of_an_image(response: str, images: list[Any]) -> float:
+    return float(sum(image.width for image in images) + len(response))
+
+
 def reward_of_training(response: str, extra_info: dict[str, Any]) -> float:
     return {"train": 0.5}[extra_info["split"]]
 
@@ -90,6 +103,11 @@ def reward_model_loss(margin: Tensor) -> Tensor:
 class BrokenSGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         return self.state["momentum"]["buffer"]
+
+
+class UnreadableSGD(torch.optim.SGD):
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict | {"averages": state_dict["averages"]})
 
 
 # ------------------------------------------------------------------------------------ trainers

@@ -32,9 +32,24 @@ FAST = {
         *GRPO,
         "trainer.cls=<code>.UnreadableState",
     ),
+    "an optimizer whose state does not load": (
+        "averages",
+        *GRPO,
+        f"{OPTIMIZER}=<code>.UnreadableSGD",
+    ),
+    "a reward whose entry cannot be written": (
+        "'letters'",
+        *GRPO,
+        "reward=<file>:reward_with_a_set",
+    ),
 }
 """Job -> the words of its error, its recipe, and its settings."""
 SLOW = {
+    "a reward that expects one image": (
+        "too many values to unpack",
+        "images",
+        "reward=<file>:reward_of_one_image",
+    ),
     "a reward whose memory is full": ("cache", *GRPO, "reward=<file>:reward_with_memory"),
     "a reward that cannot read responses": (
         "invalid literal",

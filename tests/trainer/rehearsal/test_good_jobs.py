@@ -12,6 +12,7 @@ from trainer.rehearsal.rehearse import rehearse
 
 A8 = ("trainer.n_gpus_per_node=8",)
 GPUS = ("trainer.simulate=8xH100",)
+OF_IMAGES = "reward=<file>:reward_of_an_image"
 FAST = {
     "grpo on vLLM and GPUs": (
         "ppo",
@@ -20,6 +21,7 @@ FAST = {
         *GPUS,
     ),
     "sft": ("sft",),
+    "images": ("images", *GPUS, "actor_rollout_ref.rollout.name=vllm", OF_IMAGES),
 }
 SLOW = {
     "ppo": ("ppo",),
@@ -74,6 +76,10 @@ SLOW = {
     "simpo": ("dpo", "loss=simpo"),
     "reward model training": ("reward-model",),
     "best of n": ("best-of-n",),
+    "images of SFT": ("images-sft",),
+    "a trained tower": ("images", "actor_rollout_ref.model.freeze_vision_tower=false", OF_IMAGES),
+    "images and LoRA": ("images", "actor_rollout_ref.model.lora_rank=4", OF_IMAGES),
+    "images and a critic": ("images", "algorithm.adv_estimator=gae", OF_IMAGES),
 }
 
 

@@ -39,6 +39,7 @@ def of_words(response): return 1 / len(response)
 def right(response, ground_truth): return {"score": float(response == ground_truth)}
 def zero(response): return 0.0
 def constant(response): return 0.5
+def a_set(response): return {"score": 1.0, "letters": set(response)}
 def letter(response): return float(ord(response[0]))
 """
 
@@ -127,6 +128,14 @@ def test_a_failure_is_only_a_notice_if_failures_are_skipped(
     assert len(notices) == bool(problem)
     assert all(line.startswith("note: the reward function ") for line in notices)
     assert all(re.search(problem, line) for line in notices)
+
+
+def test_an_entry_that_is_no_data_is_named_in_a_notice(
+    start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(StartedError):
+        start("a_set")
+    assert "'letters' (set) cannot be written as JSON and is ignored" in capsys.readouterr().out
 
 
 def test_a_row_without_a_ground_truth_is_tried_with_its_prompt(

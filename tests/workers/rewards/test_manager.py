@@ -58,7 +58,7 @@ def odd(data_source, solution_str, ground_truth, extra_info, bonus):
     if ground_truth == "extra":
         import numpy
         numbers = {"score": numpy.float32(2), "accuracy": 1, "share": numpy.float32(0.5)}
-        return numbers | {"note": "not a number"}
+        return numbers | {"note": "not a number", "words": {"a"}, "one": numpy.zeros(1)}
     return float(len(solution_str)) + bonus
 """
 
@@ -282,6 +282,8 @@ def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: 
     np.testing.assert_array_equal(scored.extras["accuracy"], [1.0, np.nan])
     assert list(scored.extras) == ["accuracy", "share"]
     assert scored.metrics["reward/share/mean"] == 0.5
+    assert scored.note.startswith("'words' (set), 'one' (ndarray) cannot be written as JSON")
+    assert scored.metrics["reward/num_failed"] == 0.0
 
 
 @pytest.mark.parametrize(("name", "slow_s"), [("odd", 60.0), ("odd_async", 0.1)])
