@@ -26,6 +26,10 @@ GIVE_REWARD = (
 GSM8K_TAIL_CHARS = 300
 """Only this many characters at the end of a solution are searched for the answer."""
 
+DAPO_TAIL_CHARS = 300
+
+_DAPO_ANSWER = re.compile(r"(?i)Answer\s*:\s*([^\n]+)")
+_THOUGHT = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 _GSM8K_ANSWER = re.compile(r"#### (-?[\d.,]+)")
 _NUMBER = re.compile(r"(?<![\d.])-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
@@ -74,6 +78,30 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: Inf
     return float(verify(gold, answer, timeout_seconds=None))
 
 
+def geometry(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> float:
+    r"""Return 0.9 for the right answer in the last `\boxed{}`, plus 0.1 if it follows thoughts."""
+    boxed = solution_str.rfind("\\boxed{")
+    is_right = boxed >= 0 and math(data_source, solution_str[boxed:], ground_truth)
+    return 0.9 * bool(is_right) + 0.1 * bool(_THOUGHT.fullmatch(solution_str))
+
+
+def dapo(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
+) -> dict[str, float]:
+    r"""Score 1 if the last line `Answer: ...`, or else the last `\boxed{}`, is right; else -1."""
+    tail = solution_str[-DAPO_TAIL_CHARS:]
+    answers = _DAPO_ANSWER.findall(tail)
+    if not answers and (boxed := tail.rfind("\\boxed{")) >= 0:
+        answers = [tail[boxed:]]
+    text = answers[-1] if answers else ""
+    if answers and "\\boxed{" not in text:
+        text = f"\\boxed{{{text.strip()}}}"
+    acc = math(data_source, text, ground_truth)
+    return {"score": 2 * acc - 1, "acc": acc}
+
+
 def code(
     data_source: str,
     solution_str: str,
@@ -95,6 +123,8 @@ REWARDS: dict[str, RewardFunction] = {
     "lighteval/MATH": math,
     "DigitalLearningGmbH/MATH-lighteval": math,
     "HuggingFaceH4/MATH-500": math,
+    "hiyouga/geometry3k": geometry,
+    "math_dapo": dapo,
     "apps": code,
     "codecontests": code,
     "codeforces": code,
@@ -157,7 +187,7 @@ def check_rules(data_sources: Iterable[str]) -> None:
                 f"no reward rule for data_source {source!r}. {GIVE_REWARD}. The names that have "
                 f"rules: {', '.join(sorted(REWARDS))}.{nearest(source, REWARDS)}"
             )
-        if REWARDS[source] is math and find_spec("math_verify") is None:
+        if REWARDS[source] in (math, geometry, dapo) and find_spec("math_verify") is None:
             raise ConfigError(
                 f"the rule for data_source {source!r} needs math-verify. Install it with: pip "
                 "install 'verl-like[math]'"

@@ -61,10 +61,51 @@ def test_math_compares_values_not_characters(text: str, truth: str, score: float
     assert default_compute_score("lighteval/MATH", text, truth) == score
 
 
+THOUGHT = r"<think>\n2 + 2\n</think> so \boxed{4}"
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score"),
+    [
+        (THOUGHT, "4", 1.0),
+        (THOUGHT, "5", 0.1),
+        (r"so \boxed{4}", "4", 0.9),
+        (r"\boxed{3}, no: \boxed{\frac{8}{2}}", "4", 0.9),
+        ("so 4", "4", 0.0),
+    ],
+)
+def test_geometry_scores_the_boxed_answer_and_the_form(text: str, truth: str, score: float) -> None:
+    pytest.importorskip("math_verify")
+    assert default_compute_score("hiyouga/geometry3k", text, truth) == score
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "acc"),
+    [
+        ("Answer: 34", "34", 1.0),
+        ("Answer: 7\nno\nanswer : 34", "34", 1.0),
+        (r"Answer: \boxed{34}", "34", 1.0),
+        ("Answer: $1,234$", "1234", 1.0),
+        ("Answer: 7, or 34", "34", 0.0),
+        (r"so \boxed{34}", "34", 1.0),
+        (r"\boxed{34}" + " " * 400, "34", 0.0),
+        ("34", "34", 0.0),
+    ],
+)
+def test_dapo_scores_the_last_answer_with_plus_or_minus_one(
+    text: str, truth: str, acc: float
+) -> None:
+    pytest.importorskip("math_verify")
+    expected = {"score": 2 * acc - 1, "acc": acc}
+    assert default_compute_score("math_dapo", text, truth) == expected
+
+
 def test_math_without_its_package_names_the_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workers.rewards.functions.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'verl-like\[math\]'"):
         check_rules(["openai/gsm8k", "lighteval/MATH"])
+    with pytest.raises(ConfigError, match=r"pip install 'verl-like\[math\]'"):
+        check_rules(["hiyouga/geometry3k"])
 
 
 def test_an_unknown_data_source_is_rejected_with_the_known_ones() -> None:
