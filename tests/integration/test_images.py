@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.integration.runs import lines, numbers
 from tests.workers.models.vision import picture, write_model
 from trainer import load_config, run
 from trainer.ppo.stages import PPOTrainer
+from trainer.run_folder.saved_model import find_saved_model
 from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 
@@ -181,6 +183,19 @@ def test_sft_reads_images_and_its_model_loads_in_transformers(rows: Path, tmp_pa
     }
     assert all(same[name] for name in same if "vision" in name), "the tower is frozen"
     assert not all(same.values())
+
+
+def test_a_checkpoint_with_a_trained_tower_is_exported(rows: Path, tmp_path: Path) -> None:
+    model = write_model("qwen2_5_vl", tmp_path / "model")
+    tower = "actor_rollout_ref.model.freeze_vision_tower=false"
+    settings = overrides(rows, model, tmp_path / "run", tower, "trainer.save_freq=1")
+    run(load_config([*settings, "trainer.total_training_steps=1"]), PPOTrainer)
+    find_saved_model(tmp_path / "run/global_step_1").export(tmp_path / "exported")
+    trained = load_file(tmp_path / "exported/model.safetensors")
+    before = load_file(model / "model.safetensors")
+    assert trained.keys() == before.keys()
+    changed = [name for name in before if not before[name].equal(trained[name].to(before[name]))]
+    assert any("visual" in name for name in changed), "the tower is trained"
 
 
 def test_a_run_on_text_imports_nothing_for_images(tiny_dir: Path, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ SECTIONS = ("{role}.model", "actor_rollout_ref.model", "model")
 """Sections where a configuration may have the model of a role; the first existing one counts."""
 COPIED = (
     *("path", "random_init_seed", "dtype"),
-    *("lora_rank", "lora_alpha", "target_modules", "quantization"),
+    *("lora_rank", "lora_alpha", "target_modules", "quantization", "freeze_vision_tower"),
 )
 """Keys of the model that determine its weights; others only affect how passes compute."""
 
