@@ -21,6 +21,7 @@ given has its `default` or None. A name may contain `*`. A row may also have:
     at          values at which the flag changes nothing
     otherwise   why values that are not in `values` are rejected
     absent      no equivalent: what to do instead; the experiment is the same without the flag
+    incomplete  no equivalent: what to do before the command starts
     rejected    no equivalent, and the experiment would be different without the flag
     with        a rule translates the flag, together with others, into these keys
 
@@ -35,7 +36,7 @@ rows, in their order, each only if the expression `when` is true. A rule may hav
     row         a flag that its row translates at this point
     drop        keys that this rule handles; a name may contain `*`
     dropped     the message for each dropped key
-    always, absent, rejected, error     a message with values in braces
+    always, absent, incomplete, rejected, error     a message with values in braces
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ NUMBER = re.compile(r"-\.?\d")
 IN_BRACES = re.compile(r"\{([^{}]*)\}")
 NAME = re.compile(r"'[^']*'|(?<![\w.])[A-Za-z_][\w.]*")
 """A text or a name in an expression."""
+KINDS = ("always", "absent", "incomplete", "rejected")
+"""Kinds of messages about flags without settings: lists of a `Translation`."""
 OF_PYTHON = ("and", "or", "not", "in", "if", "else", "is", "None", "True", "False")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{item.__name__: item for item in (float, int, len, max, min, round, str, math.ceil)},
@@ -129,6 +132,7 @@ class FlagRow:
     otherwise: str = ""
     always: str = ""
     absent: str = ""
+    incomplete: str = ""
     rejected: str = ""
     taken_with: str = ""
 
@@ -264,7 +268,7 @@ class GivenFlags:
             self._figures[name] = self.computed(expression)
         if "error" in rule:
             raise ConfigError(self._filled(rule["error"]))
-        for kind in ("always", "absent", "rejected"):
+        for kind in KINDS:
             if kind in rule:
                 getattr(self.done, kind).append(self._filled(rule[kind]))
         if "row" in rule:
@@ -305,7 +309,7 @@ class GivenFlags:
         elif row.settings:
             done.rename(described, self._settings(name, row, value))
         else:
-            kind = "always" if row.always else "absent" if row.absent else "rejected"
+            kind = next(kind for kind in KINDS if getattr(row, kind))
             getattr(done, kind).append(f"{described}: {getattr(row, kind)}")
 
     def _settings(self, name: str, row: FlagRow, value: str) -> Mapping[str, str]:

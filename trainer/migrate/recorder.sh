@@ -4,6 +4,7 @@ exec {BASH_XTRACEFD}> /dev/null  # hides the trace of `set -x`
 record() {
     { printf '%s\0' "$PWD" "$#" "$@"; "$VERL_LIKE_RECORDER/tools/env" -0; } \
         > "$VERL_LIKE_RECORDER/commands/$EPOCHREALTIME.$BASHPID"
+    [[ "$*" != *" -c import torch_npu" ]]  # there is no NPU; scripts for several devices ask for it
 }
 
 command_not_found_handle() {

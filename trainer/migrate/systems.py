@@ -102,7 +102,7 @@ OTHER_NAMES = "coati", "chatgpt"
 SYSTEMS: Mapping[str, System] = {
     "verl": System("main_ppo", verl.translate, has_rules=True),
     "openrlhf": System("train_ppo_ray, train_sft, train_rm, train_dpo", openrlhf.translate),
-    "trl": System("grpo, sft, reward, dpo, kto", trl.translate, trl.read_yaml),
+    "trl": System(", ".join(trl.PROGRAMS), trl.translate, trl.read_yaml),
     **dict.fromkeys(("colossalchat", *OTHER_NAMES), COATI),
 }
 SCORED = {"reward.function.path", "reward.list", "reward.model.enable"}

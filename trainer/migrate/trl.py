@@ -1,13 +1,14 @@
-"""Translate a command or a YAML of TRL into our settings: `grpo`, `sft`, `reward`, `dpo`, `kto`.
+"""Translate a command or a YAML of TRL into our settings.
 
 `trl.yaml` translates single fields; the rules here take several fields together. Scripts of TRL's
-examples use these fields, too, unless they add their own.
+examples have these fields, too. `EXAMPLES` says which rows and rewards they have in their code.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -28,8 +29,11 @@ from trainer.migrate.translation import Translation, as_text
 from trainer.ppo.verl import TRACKERS
 from verl_like.errors import ConfigError
 
-PROGRAMS = {"grpo": "ppo", "sft": "sft", "reward": "reward-model", "dpo": "dpo", "kto": "dpo"}
-"""TRL's command -> ours."""
+PROGRAMS = {
+    **{"grpo": "ppo", "rloo": "ppo", "sft": "sft", "reward": "reward-model"},
+    **{"dpo": "dpo", "kto": "dpo", "cpo": "dpo"},
+}
+"""TRL's command, or the name of its example script -> our command."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 PLACES = {
     "model.": "actor_rollout_ref.model.",
@@ -38,17 +42,83 @@ PLACES = {
     "checkpoint.": f"{ACTOR}.checkpoint.",
 }
 """Prefix of a key of the recipes on rows -> its prefix in PPO."""
-SCRIPTS = {**{name: name for name in PROGRAMS}, "reward_modeling": "reward"}
-"""Script -> the command that it corresponds to."""
+ROWS = "rows.parquet"
+"""File of the rows that a script makes in its code."""
+MATH = {
+    "reward.list": "[{name: format, path: trl.rewards, function: think_format_reward}, "
+    "{name: accuracy, path: trl.rewards, function: accuracy_reward}]",
+}
+MATH_ROWS = "its code writes the system prompt and `problem` into `prompt`, and keeps `solution`"
+IMAGE_MATH = {**MATH, "data.image_key": "image"}
+IMAGE_ROWS = f"{MATH_ROWS} and `image`"
+
+
+@dataclass(frozen=True)
+class Example:
+    """The training of a script of TRL's examples, and what its code adds to its fields."""
+
+    command: str
+    rows: str = ""
+    """The rows that its code makes, if it does not take those of the data set."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Fields that its code sets."""
+
+
+WHOLE_ROWS = {"max_length": "null"}
+EXAMPLES = {
+    **{name: Example(name) for name in PROGRAMS},
+    "reward_modeling": Example("reward"),
+    "dpo_vlm": Example("dpo"),
+    "mpo_vlm": Example("dpo"),
+    "sft_vlm": Example("sft", fields=WHOLE_ROWS),
+    "sft_vlm_gemma3": Example("sft", fields=WHOLE_ROWS),
+    "sft_gpt_oss": Example("sft"),
+    "sft_nemotron_3": Example("sft", "its code writes `thinking` into the contents of `messages`"),
+    "gspo": Example("grpo", MATH_ROWS, MATH),
+    "gspo_vlm": Example("grpo", IMAGE_ROWS, IMAGE_MATH),
+    "grpo_vlm": Example("grpo", IMAGE_ROWS, IMAGE_MATH),
+    "rloo_vlm": Example("rloo", IMAGE_ROWS, IMAGE_MATH),
+    "grpo_continuous_batching": Example(
+        "grpo",
+        "its code writes the system prompt and `question` into `prompt`, and the number after "
+        "#### into `reference_answer`",
+        {"reward.function.path": "{script}", "reward.function.name": "correctness_reward"},
+    ),
+}
+"""Script -> its training."""
+MMIU = "FanqingM/MMIU-Benchmark"
+"""The data set that `sft_vlm_gemma3` downloads and converts in its code."""
 HINTS = {
     "orpo": " `verl-like dpo loss=orpo` differs: its NLL is a mean per pair, over the response; in "
-    "TRL, it is a mean over all tokens of a pass, and the prompt is in it."
+    "TRL, it is a mean over all tokens of a pass, and the prompt is in it.",
+    "grpo_agent": " It has tools and rewards in its code: set environment.tools=[FILE.py:FUNCTION] "
+    "and `reward.list` in the translation of `trl grpo`.",
+    **dict.fromkeys(
+        ("online_dpo", "online_dpo_vlm", "nash_md", "xpo"),
+        " It samples pairs of responses during training; `verl-like ppo algorithm=grpo` samples "
+        "groups.",
+    ),
+    **dict.fromkeys(
+        ("gkd", "gold", "distillation", "sdft", "sdpo"),
+        " Its loss compares distributions of teacher and student; here, the log-ratio to a "
+        "teacher is an advantage (distillation.teacher_model.model_path).",
+    ),
+    "sft_gemma3": " It has its settings in its code: pass them as fields of `trl sft`.",
+    "prm": " Rewards of steps within a response are not supported.",
+    "bco": " `verl-like dpo loss=kto` is nearest: BCO shifts rewards by their running mean.",
+    "tpo": " Triples with a gold response are not supported.",
 }
 """Script -> what is nearest to it here."""
 PLACES_OF_SCRIPTS = ("examples.scripts.", "trl.scripts.", "trl.experimental.")
+TRL_COMMANDS = ("grpo", "rloo", "sft", "reward", "dpo", "kto")
+"""Programs of `trl`."""
+JSON_RATE = re.compile(r'\{\s*"?min_lr_rate"?\s*:\s*([\d.e-]+)\s*\}')
 FIELD = re.compile(r"\w+:(\s|$)")
 MARKS = {
+    "rloo": ("normalize_advantages", "reward_clip_range"),
     "grpo": ("num_generations", "max_completion_length", "reward_funcs", "epsilon", "use_vllm"),
+    "cpo": ("cpo_alpha",),
     "reward": ("center_rewards_coefficient",),
     "kto": ("desirable_weight", "undesirable_weight"),
     "dpo": ("beta", "precompute_ref_log_probs", "ld_alpha", "sync_ref_model"),
@@ -63,10 +133,11 @@ def translate(command: Command) -> Translation | None:
     if match is None:
         return None
     launcher, name, words = match
-    if name and last_name(name) not in SCRIPTS:
+    script = command.words[len(launcher)]
+    if name and last_name(name) not in EXAMPLES:
         raise ConfigError(
-            f"{command.words[len(launcher)]} has no counterpart here; the supported scripts are "
-            f"{', '.join(SCRIPTS)}.{HINTS.get(last_name(name), '')}"
+            f"{script} has no counterpart here; the supported scripts are "
+            f"{', '.join(EXAMPLES)}.{HINTS.get(last_name(name), '')}"
         )
     fields = {name.replace("-", "_"): values for name, values in as_flags(words).items()}
     if "lora_target_modules" in fields:  # some scripts separate them by commas
@@ -81,13 +152,32 @@ def translate(command: Command) -> Translation | None:
     processes = _processes(launcher, command)
     if processes:
         fields = {"num_processes": [processes]} | fields
-    done = _translated(SCRIPTS.get(last_name(name), "") or _known_by_its_fields(fields), fields)
+    example = EXAMPLES.get(last_name(name)) or Example(_known_by_its_fields(fields))
+    if "model_name_or_path" not in fields and name.startswith("examples."):
+        raise ConfigError(
+            f"{script} names no model: it has its settings in its code. Pass them as fields of "
+            f"`trl {example.command}`."
+        )
+    fields |= {field: [value] for field, value in example.fields.items()}
+    done = _translated(example.command, fields)
+    _add_example(done, example, script)
     if not processes and {"trl", "accelerate"} & {word.rpartition("/")[2] for word in launcher}:
         done.absent.append(
             "number of processes, which multiplies the rows of a step: 1 is assumed; accelerate "
             "uses every GPU unless you set --num_processes"
         )
     return done
+
+
+def _add_example(done: Translation, example: Example, script: str) -> None:
+    """Add the rows and the rewards that a script has in its code."""
+    for key, value in example.settings.items():
+        done.default(script, "its code", {key: value.replace("{script}", script)})
+    data_set = done.original.get("dataset_name", "")
+    rows = "its code downloads images and makes `messages`" if data_set == MMIU else example.rows
+    if rows:
+        done.rename(f"the rows of {script}", {"data.train_files": ROWS})
+        done.incomplete.append(f"{script} makes its rows: write them into {ROWS} ({rows})")
 
 
 def read_yaml(text: str) -> Translation | None:
@@ -102,9 +192,9 @@ def read_yaml(text: str) -> Translation | None:
 def _is_program(name: str, words: Sequence[str]) -> bool:
     """Return whether a command is `trl`, or a module, script or file of TRL."""
     if words[0].rpartition("/")[2] == "trl":
-        return name in PROGRAMS
+        return name in TRL_COMMANDS
     is_file = any(word.endswith(f"{last_name(name)}.py") for word in words)
-    return name.startswith(PLACES_OF_SCRIPTS) or (last_name(name) in SCRIPTS and is_file)
+    return name.startswith(PLACES_OF_SCRIPTS) or (last_name(name) in EXAMPLES and is_file)
 
 
 def _processes(launcher: Sequence[str], command: Command) -> str:
@@ -120,9 +210,9 @@ def _processes(launcher: Sequence[str], command: Command) -> str:
 
 
 def _translated(program: str, flags: Flags) -> Translation:
-    is_grpo = program == "grpo"
-    done = Translation(PROGRAMS[program], places=PLACES if is_grpo else {})
-    table = Table("trl", "all", "grpo") if is_grpo else Table("trl", "all", "rows", program)
+    samples = PROGRAMS[program] == "ppo"
+    done = Translation(PROGRAMS[program], places=PLACES if samples else {})
+    table = Table("trl", "all", "samples" if samples else "rows", program)
     for name in [name for name in flags if name.startswith("no_")]:
         if table.find(name.removeprefix("no_")):  # how TRL's parser spells a switch that is off
             flags = {key: value for key, value in flags.items() if key != name}
@@ -135,6 +225,9 @@ def _translated(program: str, flags: Flags) -> Translation:
     trackers = fields.value("report_to", "none").strip("[]").replace(" ", ",").split(",")
     known = [name for name in trackers if name in TRACKERS and name != "console"]
     fields.becomes("report_to", {"trainer.logger": ["console", *known]})
+    kwargs = JSON_RATE.fullmatch(fields.value("lr_scheduler_kwargs"))
+    if kwargs and fields.value("lr_scheduler_type") == "cosine_with_min_lr":
+        fields.becomes("lr_scheduler_kwargs", {"optim.min_lr_ratio": kwargs[1]})
     if fields.figure("packing"):
         done.variables = ["ROW_TOKENS"]
     return fields.finish()

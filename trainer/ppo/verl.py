@@ -218,9 +218,19 @@ def _value_of(text: str, settings: Mapping[str, str]) -> str:
 
 
 def _shard_size(key: str, value: str, settings: Mapping[str, str]) -> str:
-    """Divide verl's shard size, which counts the ranks that share a sequence, by their number."""
-    sequence = settings.get(f"{key.removesuffix('fsdp_config.fsdp_size')}{SHARED_ROWS[0]}", "1")
-    if value.isdigit() and sequence.isdigit() and int(value) % int(sequence) == 0:
+    """Divide verl's shard size, which counts the ranks that share a sequence, by their number.
+
+    verl shards over all ranks if the size is larger than their number.
+    """
+    role = key.removesuffix("fsdp_config.fsdp_size")
+    shared = (settings.get(f"{role}{part}{SHARED_ROWS[0]}") for part in ("fsdp_config.", ""))
+    sequence = next(filter(None, shared), "1")
+    ranks = [settings.get("trainer.n_gpus_per_node", "8"), settings.get("trainer.nnodes", "1")]
+    if not value.isdigit():
+        return value
+    if all(map(str.isdigit, ranks)) and int(value) > math.prod(map(int, ranks)):
+        return "-1"
+    if sequence.isdigit() and int(value) % int(sequence) == 0:
         return str(int(value) // int(sequence))
     return value
 

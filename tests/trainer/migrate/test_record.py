@@ -83,6 +83,12 @@ def test_a_command_is_recorded_however_it_is_started() -> None:
     assert [words for words in trained if words not in commands] == []
 
 
+def test_a_script_that_asks_for_an_npu_gets_none() -> None:
+    probe = "python3 -c 'import torch_npu' 2>/dev/null && echo npu || echo gpu"
+    commands = recorded(f"set -e\nDEVICE=${{DEVICE:-$({probe})}}\npython3 -m first device=$DEVICE")
+    assert commands[-1] == ["python3", "-m", "first", "device=gpu"]
+
+
 def test_a_file_runs_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scripts = tmp_path / "project" / "scripts"
     scripts.mkdir(parents=True)

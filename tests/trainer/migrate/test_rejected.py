@@ -40,8 +40,9 @@ REJECTED = {
         "--learning_rte 1": "no field --learning_rte. Did you mean 'learning_rate'",
     },
     ("trl", "python"): {
-        "examples/scripts/grpo_vlm.py --model_name_or_path m": "grpo_vlm.py has no counterpart",
-        "prepare.py --sft 1": r"no command of grpo, sft, reward, dpo, kto; .* 1\.$",
+        "examples/scripts/tpo.py --model_name_or_path m": "tpo.py has no counterpart.*Triples",
+        "examples/scripts/rloo.py": "names no model: it has its settings in its code.*`trl rloo`",
+        "prepare.py --sft 1": r"no command of grpo, rloo, sft, reward, dpo, kto, cpo; .* 1\.$",
     },
     ("verl", VERL): {
         "data.unheard_of=1": "data.unheard_of=1: no such key is known here; remove it"

@@ -7,13 +7,16 @@ from collections import Counter
 import pytest
 
 from trainer.config.keys import known_arguments, named_keys
-from trainer.migrate.flags import Table, read_table
+from trainer.migrate.flags import KINDS, Table, read_table
 from trainer.migrate.openrlhf import ON_ROWS
 from trainer.migrate.systems import RECIPES
 from trainer.migrate.translation import Translation
 from trainer.migrate.trl import PLACES, PROGRAMS
 
-TRL = [("trl", ("all", theirs), ours) for theirs, ours in PROGRAMS.items()]
+TRL = [
+    ("trl", ("all", "samples" if ours == "ppo" else "rows", theirs), ours)
+    for theirs, ours in PROGRAMS.items()
+]
 ROWS = [("openrlhf_rows", ("all", theirs), ours) for theirs, ours in ON_ROWS.items()]
 SFT = [("verl_sft", ("all", theirs), "sft") for theirs in ("fsdp_sft_trainer", "sft_trainer")]
 TABLES = [("openrlhf", (), "ppo"), ("coati", ("all", "async"), "async"), *TRL, *ROWS, *SFT]
@@ -41,5 +44,5 @@ def test_every_flag_has_one_row_with_one_outcome(system: str, sections: tuple[st
     del names["rules"]
     assert [name for name, times in names.items() if times > 1] == []
     for name, row in Table(system, *sections).rows.items():
-        outcomes = [row.always, row.absent, row.rejected, row.taken_with, bool(row.settings)]
-        assert sum(map(bool, outcomes)) == 1, name
+        outcomes = [getattr(row, kind) for kind in KINDS]
+        assert sum(map(bool, [*outcomes, row.taken_with, row.settings])) == 1, name

@@ -221,3 +221,79 @@ def test_weights_decay_as_in_hf_s_trainer(config: Any, tmp_path: Path) -> None:
     names = {name for name, p in model.named_parameters() if id(p) in decayed}
     all_names = {name for name, _ in model.named_parameters()}
     assert names == all_names & set(trainer.get_decay_parameter_names(model)) < all_names
+
+
+EXAMPLE = (
+    "python examples/scripts/{}.py --model_name_or_path m --use_peft --lora_target_modules a, b"
+)
+
+
+def test_an_example_names_its_rows_and_rewards() -> None:
+    done = migrated("trl", EXAMPLE.format("grpo_vlm"))
+    config = composed(done)
+    assert (config.data.train_files, config.data.image_key) == ("rows.parquet", "image")
+    assert [reward.function for reward in config.reward.list] == [
+        "think_format_reward",
+        "accuracy_reward",
+    ]
+    assert config.actor_rollout_ref.model.target_modules == ["a", "b"]
+    (line,) = done.incomplete
+    assert "grpo_vlm.py makes its rows: write them into rows.parquet" in line
+    assert "rows.parquet" in done.report(None).splitlines()[0]
+
+
+def test_an_example_with_a_reward_in_its_code_is_the_file_of_the_reward() -> None:
+    line = f"{EXAMPLE.format('grpo_continuous_batching')} --num_generations 4"
+    function = composed(migrated("trl", line)).reward.function
+    assert function.path == "examples/scripts/grpo_continuous_batching.py"
+    assert function.name == "correctness_reward"
+
+
+def test_rows_with_images_are_never_truncated_in_sft() -> None:
+    done = migrated("trl", f"{EXAMPLE.format('sft_vlm')} --dataset_name a/b")
+    assert composed(done).data.max_length is None
+    converted = f"{EXAMPLE.format('sft_vlm_gemma3')} --dataset_name FanqingM/MMIU-Benchmark"
+    assert "downloads images" in migrated("trl", converted).incomplete[0]
+
+
+def test_rloo_has_its_kl_in_the_reward_and_one_update_per_step() -> None:
+    command = "trl rloo --model_name_or_path m --dataset_name a/b --reward_model_name_or_path r"
+    config = composed(translated_whole("trl", command))
+    algorithm, actor = config.algorithm, config.actor_rollout_ref.actor
+    assert (algorithm.adv_estimator, algorithm.use_kl_in_reward) == ("rloo", True)
+    assert (algorithm.kl_penalty, algorithm.kl_ctrl.kl_coef) == ("kl", 0.05)
+    assert (config.actor_rollout_ref.rollout.n, config.data.train_batch_size) == (2, 4)
+    assert (actor.loss_agg_mode, actor.ppo_mini_batch_size) == ("seq-mean-token-sum", 4)
+    without = composed(translated_whole("trl", f"{command} --beta 0"))
+    assert not without.algorithm.use_kl_in_reward
+    for flags in ("--num_iterations 2", "--steps_per_generation 8"):
+        with pytest.raises(ConfigError, match="several updates"):
+            translated_whole("trl", f"{command} {flags}")
+
+
+def test_cpo_is_dpo_without_reference_plus_sft() -> None:
+    command = "python examples/scripts/cpo.py --model_name_or_path m --dataset_name a/b"
+    config = composed(translated_whole("trl", f"{command} --optim rmsprop --cpo_alpha 0.5"))
+    assert (config.loss, config.reference_free, config.beta) == ("dpo", True, 0.1)
+    assert (config.sft_coef, config.sft_agg_mode) == (0.5, "token-mean")
+    assert config.optim.optimizer == "torch.optim.RMSprop"
+
+
+def test_four_bits_need_adapters() -> None:
+    command = "trl dpo --model_name_or_path m --dataset_name a/b --load_in_4bit"
+    model = composed(translated_whole("trl", f"{command} --use_peft")).model
+    assert (model.quantization, model.lora_rank) == ("nf4", 16)
+    with pytest.raises(ConfigError, match="add --use_peft"):
+        translated_whole("trl", command)
+
+
+def test_the_end_token_of_a_tokenizer_is_set_in_its_folder() -> None:
+    command = "trl sft --model_name_or_path m --dataset_name a/b --eos_token '<|im_end|>'"
+    assert "tokenizer_config.json" in migrated("trl", command).incomplete[0]
+
+
+def test_a_cosine_schedule_has_trl_s_minimum() -> None:
+    command = "trl sft --model_name_or_path m --dataset_name a/b --lr_scheduler_type "
+    command += """cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr_rate": 0.1}'"""
+    optim = composed(translated_whole("trl", command)).optim
+    assert (optim.lr_scheduler_type, optim.min_lr_ratio) == ("cosine", 0.1)

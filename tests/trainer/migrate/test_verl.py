@@ -119,3 +119,37 @@ def test_only_a_command_without_a_reward_is_called_incomplete() -> None:
         ("verl", "main_ppo data.train_files=x actor_rollout_ref.model.path=y"),
     ):
         assert translated_whole(system, line).report(None).startswith("verl-like ppo")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "size", "sp", "ours"),
+    [(16, 16, 2, 8), (16, 8, 2, 4), (8, 32, 1, -1), (8, 4, 1, 4), (8, -1, 4, -1)],
+)
+def test_weights_are_sharded_over_as_many_ranks_as_in_verl(
+    gpus: int, size: int, sp: int, ours: int
+) -> None:
+    actor = "actor_rollout_ref.actor.fsdp_config"
+    config = composed(
+        translated_whole(
+            "verl",
+            "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y "
+            f"trainer.n_gpus_per_node={gpus} {actor}.fsdp_size={size} "
+            f"{actor}.ulysses_sequence_parallel_size={sp}",
+        )
+    )
+    assert config.actor_rollout_ref.actor.fsdp_config["fsdp_size"] == ours
+
+
+def test_the_patch_size_of_images_is_the_processors() -> None:
+    command = "data.train_files=x actor_rollout_ref.model.path=y data.image_patch_size=16"
+    assert any("image_patch_size=16: " in line for line in migrated("verl", command).always)
+
+
+def test_fsdp_turbo_is_rejected_as_a_package_of_others() -> None:
+    actor = "actor_rollout_ref.actor"
+    command = (
+        f"data.train_files=x actor_rollout_ref.model.path=y {actor}.strategy=fsdp_turbo "
+        f"{actor}.fsdp_config.turbo_config.memory.recompute=True"
+    )
+    with pytest.raises(ConfigError, match=r"recompute=True: .*package fsdp_turbo"):
+        migrated("verl", command)

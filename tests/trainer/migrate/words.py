@@ -58,7 +58,8 @@ def filled_in(done: Translation, values: Mapping[str, str]) -> list[str]:
 
 def notes(done: Translation) -> list[str]:
     """Return all that a translation says about flags."""
-    return [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
+    lines = [*done.renamed, *done.always, *done.absent, *done.rejected, *done.joined]
+    return [*lines, *done.incomplete]
 
 
 def check_pasted(done: Translation) -> None:
