@@ -1,6 +1,9 @@
 """Run `verl-like migrate` on all examples in checkouts of verl, OpenRLHF or TRL.
 
-    python benchmarks/migrate_examples.py FOLDER [FOLDER ...] [--only PART]
+    python benchmarks/migrate_examples.py FOLDER [FOLDER ...] [--only PATTERN] [--start]
+
+With --start, `verl-like check --rehearse` runs two small steps of every translated command, with
+the tiny models and rows of `example_stand_ins.py`. This takes a minute per command.
 
 The script prints a line for every example, and how many have each outcome, by what they need:
 
@@ -8,12 +11,15 @@ The script prints a line for every example, and how many have each outcome, by w
 - translated: every training in it becomes a command that composes here; for verl, its sizes, rates,
   losses and lengths equal those that verl's own Hydra composes from the same arguments, and bash
   can read what is printed;
-- refused: `verl-like migrate` rejects it, for the reason in the line;
+- starts: with --start, the translated commands also pass their rehearsal;
+- stops: with --start, `check` or the rehearsal rejects a command, for the reason in the line;
+- rejected: `verl-like migrate` rejects it, for the reason in the line;
 - not recognized: it has no training that `verl-like migrate` recognizes;
 - wrong: a value differs from verl's.
 
 TRL's examples are Python files; the commands in their docstrings are used. A script that needs
-arguments gets `8 saved`, and a scheduler's variables are those of one node with eight GPUs.
+arguments gets `8 saved`. `ENVIRONMENT` has the variables that scripts need: those of a scheduler
+with one node of eight GPUs, and others that the script asks its user to set.
 """
 
 from __future__ import annotations
@@ -21,20 +27,30 @@ from __future__ import annotations
 import argparse
 import ast
 import logging
+import math
+import multiprocessing
 import os
 import re
+import shlex
+import shutil
 import subprocess
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from example_stand_ins import with_stand_ins
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from tests.forked import run_program
+from trainer.cli.check import main as main_of_check
 from trainer.config.compose import load_config
 from trainer.config.unused_keys import unused_reason
 from trainer.migrate.recorder import record
@@ -43,11 +59,18 @@ from trainer.migrate.translation import Translation
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
-SCHEDULER = {
+ENVIRONMENT = {
+    **{"INFER_BACKEND": "vllm", "LORA_ADAPTER_PATH": "adapter"},
     **{"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_GPUS_PER_NODE": "8"},
     **{"SLURM_CPUS_PER_TASK": "16", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"},
     **{"ARNOLD_WORKER_NUM": "1", "ARNOLD_WORKER_GPU": "8"},
 }
+PRELOADED = [
+    *("tests.rare_collections", "tests.foreign_functions", "peft", "tests.warm", "tests.frozen"),
+    *("trainer.cli.check", "trainer.rehearsal.rehearse"),
+]
+"""Modules that the processes of a rehearsal have from the start."""
+MOST_WORDS = 400
 MAIN_PPO = "verl.trainer.main_ppo"
 ARGUMENTS = ("8", "saved")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -94,24 +117,30 @@ SFT_KEYS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+")
-    parser.add_argument("--only", default="", help="part of the path of a script")
+    parser.add_argument("--only", default="", help="pattern of the paths of scripts")
+    parser.add_argument("--start", action="store_true", help="rehearse the translated commands")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
-    os.environ |= SCHEDULER
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    forkserver.ensure_running()  # before `chdir`, because peers have a package `tests`, too
+    os.environ |= ENVIRONMENT
     for folder in options.folders:
-        count(folder.resolve(), options.only)
+        with tempfile.TemporaryDirectory(prefix="examples_") as stand_ins:
+            count(folder.resolve(), options.only, Path(stand_ins) if options.start else None)
 
 
-def count(folder: Path, only: str) -> None:
+def count(folder: Path, only: str, stand_ins: Path | None) -> None:
     """Print the outcome of every example in a checkout, and their counts."""
     os.chdir(folder)
     system = next(name for name in ("verl", "openrlhf", "trl") if (folder / name).is_dir())
     counts: Counter[tuple[str, str]] = Counter()
     for name, source in sources(system, folder):
-        if only in name:
+        if re.search(only, name):
             os.chdir((folder / name).parent if system == "openrlhf" else folder)
-            kind, words = outcome(system, source)
-            need = needs(name, source)
+            kind, words, done = outcome(system, source)
+            need = needs(name, source, done)
+            if stand_ins and kind == "translated":
+                kind, words = started(done, stand_ins)
             counts[need, kind] += 1
             print(f"{kind:15} {need:10} {name}: {words}", flush=True)
     print(f"{system}: {sum(counts.values())} examples")
@@ -123,16 +152,28 @@ def count(folder: Path, only: str) -> None:
 
 NEEDS = {
     "engine": r"(?i)megatron|veomni|torchtitan|automodel|mindspeed|deepspeed_legacy",
-    "images": r"(?i)image_key|video|images|[_/-]vl[_\W]|vlm|minicpm_o|glm4_1v",
-    "tools": r"(?i)multi_turn\.(enable|tool)|agent_loop|tool_config|--agent_func|environment",
-    "own code": r"main_generation|recipe\.\w+\.main|main_eval",
+    "elsewhere": r"fsdp_turbo|openr1mm\.py|recipe/minicpmo|main_ppo_sync",
+    "video": r"data\.video_key",
+    "method": r"scripts/(bco|distillation|gkd|gold|nash_md|online_dpo|online_dpo_vlm|prm|sdft|sdpo"
+    r"|sft_diffusion_gemma|ssd|ssd_eval|tpo|xpo)\.py",
+    "own code": r"main_generation|recipe\.\w+\.main|main_eval|sft_gemma3|rloo\.py$| \.\.\.( |$)"
+    r"|ckpt_ds_zero|docker|serve_remote_rm|train_ppo_ray_slurm",
+    "tools": r"(?i)multi_turn\.(enable|tool)|agent_loop|tool_config|agent_func|environment"
+    r"|grpo_agent",
+    "images": r"(?i)image_key|images|[_/-]vl[_\W]|vlm|minicpm_o|glm4_1v",
 }
-"""What an example needs besides FSDP and texts -> a pattern of its name or its lines."""
+"""What an example needs besides FSDP and texts -> a pattern of its name or its lines.
+
+`elsewhere` is code that is not in the repository, `method` an objective that does not exist here,
+`own code` is no training, or a training whose settings are code or left to the user.
+"""
 
 
-def needs(name: str, source: str) -> str:
+def needs(name: str, source: str, translations: Sequence[Translation]) -> str:
     """Return what an example needs, or "text" if FSDP and rows of texts are enough."""
     text = Path(source).read_text(encoding="utf-8") if os.path.isfile(source) else source
+    if translations:
+        text = "\n".join(word for done in translations for word in done.source)
     lines = [name, *(line for line in text.splitlines() if not line.lstrip().startswith("#"))]
     matching = (need for need, pattern in NEEDS.items() if re.search(pattern, "\n".join(lines)))
     return next(matching, "text")
@@ -173,8 +214,8 @@ def commands_in(text: str) -> list[str]:
     return re.findall(rf"(?m)^\s*({starts}.*--.*)$", joined)
 
 
-def outcome(system: str, source: str) -> tuple[str, str]:
-    """Return the outcome for an example, and its explanation."""
+def outcome(system: str, source: str) -> tuple[str, str, list[Translation]]:
+    """Return the outcome for an example, its explanation, and its translations."""
     arguments: Sequence[str] = ()
     try:
         try:
@@ -187,29 +228,65 @@ def outcome(system: str, source: str) -> tuple[str, str]:
     except ConfigError as err:
         words = " ".join(str(err).split("\n\nverl-like")[0].split())
         if system == "verl" and loads(source, arguments):
-            return "loads", words[:300]
-        kind = "not recognized" if words.startswith("there is no command") else "refused"
-        return kind, words[:300]
+            return "loads", words[:MOST_WORDS], []
+        kind = "not recognized" if words.startswith("there is no command") else "rejected"
+        return kind, words[:MOST_WORDS], []
     for done in results:
         subprocess.run(["bash", "-n", "-c", done.report(100)], check=True)
 
-    wrong = [line for done in results for line in (differences(done) if system == "verl" else [])]
-    told = f"{', '.join(done.program for done in results)}{' with arguments' if arguments else ''}"
-    return ("wrong", "; ".join(wrong)) if wrong else ("translated", told)
+    programs = f"{', '.join(done.program for done in results)}"
+    explanation = f"{programs}{' with arguments' if arguments else ''}"
+    if system == "verl":
+        try:
+            wrong = [line for done in results for line in differences(done)]
+        except (HydraException, OmegaConfBaseException) as err:
+            return (
+                "translated",
+                f"{explanation}; verl rejects it: {str(err).split(chr(10))[0]}",
+                results,
+            )
+        if wrong:
+            return "wrong", "; ".join(wrong), results
+    return "translated", explanation, results
+
+
+def started(translations: Sequence[Translation], stand_ins: Path) -> tuple[str, str]:
+    """Rehearse translated commands; return the outcome and its explanation."""
+    environment = {
+        "PEER": os.getcwd(),
+        "OMP_NUM_THREADS": "1",
+        "XDG_CACHE_HOME": str(stand_ins / "cache"),
+    }
+    for done in translations:
+        gpus = [
+            done.settings.get(key, "1") for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
+        ]
+        number = math.prod(int(text) for text in gpus)
+        words = [*with_stand_ins(done, stand_ins), "--rehearse", "--gpus", f"{number}xH100"]
+        theirs = dict(pair.partition("=")[::2] for pair in shlex.split(" ".join(done.environment)))
+        result = run_program(check, *words, folder=stand_ins, **{**theirs, **environment})
+        shutil.rmtree(stand_ins / "run", ignore_errors=True)
+        if result.returncode or "Rehearsal: passed" not in result.stdout:
+            text = " ".join((result.stderr or result.stdout).split())
+            return "stops", text[text.rfind("error: ") :][:MOST_WORDS]
+    return "starts", ", ".join(done.program for done in translations)
+
+
+def check() -> None:
+    """Run `verl-like check` with the arguments of this process, in whose path the peer is."""
+    sys.path.append(os.environ["PEER"])
+    main_of_check(sys.argv[1:])
 
 
 def differences(done: Translation) -> list[str]:
-    """Return the keys whose values differ from verl's."""
+    """Return the keys whose values differ from those that verl composes, or raise its error."""
     recipe = RECIPES[done.program]
     settings = [text for text in done.overrides() if "$" not in text]
     absent = [text.partition("=")[0] for text in done.overrides() if "$" in text]
     ours = load_config(
         [], recipe, defaults=[*settings, *(f"{k}=given" for k in absent if is_path(k))]
     )
-    try:
-        theirs = composed(done.source)
-    except (HydraException, OmegaConfBaseException) as err:
-        return [f"verl does not compose it: {str(err).splitlines()[0]}"]
+    theirs = composed(done.source)
     pairs = of_sft(theirs, ours) if done.program == "sft" else of_ppo(theirs, ours)
     lines = []
     for key, (there, here) in pairs.items():
