@@ -11,11 +11,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
+    Base64Bytes,
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     NonNegativeFloat,
+    Tag,
     ValidationError,
 )
 
@@ -93,10 +96,29 @@ class TextChunk(Body):
     tokens: list[Int64]
 
 
+class ImageChunk(Body):
+    """A part of a prompt, as an image."""
+
+    type: Literal["image"]
+    data: Base64Bytes
+    format: str
+    expected_tokens: Natural | None = None
+
+
+def _kind(chunk: Any) -> str:
+    kind = chunk.get("type") if isinstance(chunk, dict) else getattr(chunk, "type", None)
+    return "image" if kind == "image" else "encoded_text"
+
+
 class Prompt(Body):
     """The chunks of a prompt."""
 
-    chunks: list[TextChunk]
+    chunks: list[
+        Annotated[
+            Annotated[TextChunk, Tag("encoded_text")] | Annotated[ImageChunk, Tag("image")],
+            Discriminator(_kind),
+        ]
+    ]
 
 
 class SamplingBody(Body):

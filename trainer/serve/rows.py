@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,8 +26,8 @@ from omegaconf import OmegaConf
 from trainer import ppo
 from trainer.config.checks import check_value
 from trainer.config.keys import keys_by_name
-from trainer.data.lm_rows import LMRow, lm_columns
-from trainer.serve.wire import Array, tensor_of, tokens_of
+from trainer.data.lm_rows import LMRow, image_column, lm_columns
+from trainer.serve.wire import Array, chunks_of, tensor_of
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError, nearest
@@ -35,9 +35,14 @@ from workers.config import ActorConfig, CriticConfig
 from workers.losses.token_sums import BOUNDS, LossInputs, TokenSum
 from workers.roles.served import MASK, OURS, SETTINGS, client_loss
 
+if TYPE_CHECKING:
+    from workers.images import ImageRef
+
 TARGETS = "target_tokens"
 PRESETS = Path(ppo.__file__).with_name("algorithm")
 LOSS_KEYS = {"clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode"}
+FORMATS = ("png", "jpeg")
+"""Formats of images in the protocol."""
 MOST_ENTRIES = 2**25
 """Maximum entries of a request's loss inputs, which can exceed the bytes of sparse tensors."""
 
@@ -51,11 +56,52 @@ class Limits:
     """Longest prompt for sampling, in tokens."""
     response: int
     """Longest sampled response, in tokens."""
+    model: str = ""
+    """The model's folder, which has the image processor."""
 
     @property
     def context(self) -> int:
         """Longest row of a training request, in tokens."""
         return self.prompt + self.response
+
+    def joined(self, chunks: Sequence[Any], subject: str) -> tuple[list[int], list[ImageRef]]:
+        """Return the tokens of lists of tokens and of images, joined, and the images.
+
+        An image has `data`, `format`, and `expected_tokens` or 0.
+        """
+        tokens: list[int] = []
+        images: list[ImageRef] = []
+        for number, chunk in enumerate(chunks):
+            if isinstance(chunk, list):
+                tokens += chunk
+                continue
+            where = f"{subject}: chunk {number}"
+            if chunk.format not in FORMATS:
+                known = " or ".join(FORMATS)
+                raise BatchError(
+                    f"{where} is an image of the format {chunk.format!r}, not {known}."
+                )
+            from workers.images import image_ref
+            from workers.models.images import image_reader
+
+            try:
+                reader, ref = image_reader(self.model), image_ref(chunk.data)
+            except ValueError as error:
+                raise BatchError(f"{where}: {error}") from error
+            ids = reader.ids_of(ref)
+            if chunk.expected_tokens not in (None, 0, len(ids)):
+                raise BatchError(
+                    f"{where}: this model reads the image of {ref.width} x {ref.height} pixels as "
+                    f"{len(ids)} tokens, but expected_tokens={chunk.expected_tokens}."
+                )
+            tokens += ids
+            images.append(ref)
+        if images and any(reader.token_id in chunk for chunk in chunks if isinstance(chunk, list)):
+            raise BatchError(
+                f"{subject}: its text has the token {reader.token_id}, which stands for an image. "
+                "Send images only as image chunks."
+            )
+        return tokens, images
 
     def check_tokens(self, tokens: Array, subject: str, longest: int | None = None) -> None:
         """Reject ids outside the vocabulary, and rows that are empty or too long."""
@@ -78,6 +124,7 @@ class Datum:
 
     tokens: Sequence[int]
     inputs: Mapping[str, Array]
+    images: Sequence[ImageRef] = ()
 
     @property
     def targets(self) -> Array:
@@ -117,7 +164,7 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
         )
     for number, sent in enumerate(message.data):
         subject = f"datum {number}"
-        tokens = tokens_of(sent.model_input, subject)
+        tokens, images = limits.joined(chunks_of(sent.model_input, subject), subject)
         limits.check_tokens(np.asarray(tokens), subject)
         fields = {entry.key: entry.value for entry in sent.loss_fn_inputs}
         for name in needed:
@@ -153,7 +200,7 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
                     f"{subject}: {BOUNDS[0]}={low[place]} at {[*place]} is above "
                     f"{BOUNDS[1]}={high[place]}."
                 )
-        datums.append(Datum(tokens, tensors_of))
+        datums.append(Datum(tokens, tensors_of, images))
     return datums
 
 
@@ -209,7 +256,7 @@ def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
             )
         for target in np.atleast_2d(datum.targets.T):
             ids = np.append(datum.tokens, target[-1])
-            rows.append(LMRow(ids, np.ones(len(ids), bool)))
+            rows.append(LMRow(ids, np.ones(len(ids), bool), datum.images))
         for name, of_name in values.items():
             of_name += map(torch.tensor, np.atleast_2d(inputs[name].T))
     columns = lm_columns(rows, pad_token_id=0)
@@ -217,7 +264,7 @@ def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
     columns["responses"] = columns["responses"].with_values(targets)
     for name, of_name in values.items():
         columns[name] = columns["responses"].with_values(torch.cat(of_name).float())
-    return DataProto.from_dict(columns, meta_info={SETTINGS: loss.settings})
+    return DataProto.from_dict(columns, image_column(rows), {SETTINGS: loss.settings})
 
 
 def of_datums(datums: Sequence[Datum], column: RaggedTensor) -> list[Array]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,8 +29,12 @@ from trainer.serve.wire import Array, sample_output
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError
+from workers.columns import IMAGES
 from workers.rollout.base import SamplingParams
 from workers.rollout.client import RolloutClient, Submission
+
+if TYPE_CHECKING:
+    from workers.images import ImageRef
 
 FAIR_S = 2.0
 """No more requests join a batch once a request of another kind has waited this long."""
@@ -64,6 +68,7 @@ class SampleRequest:
     sampler: ServedSampler
     body: SampleBody
     prompt: list[int]
+    images: Sequence[ImageRef]
     max_tokens: int
     params: SamplingParams
     """The sampling settings of the batch, with the token limit of the batch."""
@@ -84,7 +89,8 @@ class SampleRequest:
         cls, body: SampleBody, sampler: ServedSampler, limits: Limits, eos: tuple[int, ...]
     ) -> SampleRequest:
         """Check a request against the server's limits; `eos` are the default stop tokens."""
-        prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
+        chunks = [getattr(chunk, "tokens", chunk) for chunk in body.prompt.chunks]
+        prompt, images = limits.joined(chunks, "the prompt")
         samples = sampler.role == "actor"
         limits.check_tokens(np.asarray(prompt), "the prompt", limits.prompt if samples else None)
         if not samples and not body.prompt_logprobs:
@@ -123,12 +129,20 @@ class SampleRequest:
             stop_token_ids=tuple(stop for stop in stops if isinstance(stop, int)),
             stop_strings=tuple(stop for stop in stops if isinstance(stop, str)),
         )
-        return cls(sampler, body, prompt, most, params, targets, np.full(len(prompt), np.nan))
+        unknown = np.full(len(prompt), np.nan)
+        return cls(sampler, body, prompt, images, most, params, targets, unknown)
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """The role, state and settings; requests with equal ones may run together."""
-        return self.sampler.role, self.sampler.state, self.params
+        """The role, state and settings; requests with equal ones may run together.
+
+        After images, a response also ends at an image token.
+        """
+        return self.sampler.role, self.sampler.state, self.params, bool(self.images)
+
+    def datum(self, targets: Array) -> Datum:
+        """Return the prompt without its last token, with these targets."""
+        return Datum(self.prompt[:-1], {TARGETS: targets}, self.images)
 
     @property
     def noise_name(self) -> str:
@@ -162,9 +176,11 @@ class Batch(Submission):
             "sample_index": torch.tensor([place for _, place in self._of_row]),
             "end_at": torch.tensor([request.max_tokens for request, _ in self._of_row]),
         }
-        uids = [request.noise_name for request, _ in self._of_row]
+        others: dict[str, Any] = {"uid": [request.noise_name for request, _ in self._of_row]}
+        if requests[0].images:
+            others[IMAGES] = [request.images for request, _ in self._of_row]
         meta = {"sampling": vars(requests[0].params), "pad_token_id": pad}
-        super().__init__(DataProto.from_dict(columns, {"uid": uids}, meta))
+        super().__init__(DataProto.from_dict(columns, others, meta))
 
     def add(self, numbers: Sequence[int], samples: DataProto) -> None:
         """Add the samples of the rows with these numbers, and finish complete requests."""
@@ -258,20 +274,19 @@ class SamplingLoop:
             self._ops.restore_state(sampler.state, sampler.path)
         score = partial(self._ops.score, sampler.state, sampler.role)
         scoring = [r for r in batch if r.body.prompt_logprobs and len(r.prompt) > 1]
-        scores = score([Datum(r.prompt[:-1], {TARGETS: np.array(r.prompt[1:])}) for r in scoring])
+        scores = score([r.datum(np.array(r.prompt[1:])) for r in scoring])
         for request, row in zip(scoring, scores, strict=True):
             count = request.body.prompt_logprobs_last_n or len(row)
             request.prompt_log_probs[-count:] = row[-count:]
         for request in batch:
             if request.targets is not None:
-                wanted = Datum(request.prompt[:-1], {TARGETS: np.maximum(request.targets, 0)})
-                (log_probs,) = score([wanted])
+                (log_probs,) = score([request.datum(np.maximum(request.targets, 0))])
                 request.target_log_probs = np.where(request.targets < 0, np.nan, log_probs)
             if k := request.body.topk_prompt_logprobs:
                 ids = np.zeros((len(request.prompt), k))
                 log_probs = np.full(ids.shape, NO_LOG_PROB)
                 if len(request.prompt) > 1:
-                    tokens = Datum(request.prompt[:-1], {TARGETS: np.array(request.prompt[1:])})
+                    tokens = request.datum(np.array(request.prompt[1:]))
                     top = self._ops.top_tokens(sampler.state, sampler.role, tokens, k)
                     count = request.body.prompt_logprobs_last_n or len(request.prompt) - 1
                     ids[-count:], log_probs[-count:] = (part[-count:] for part in top)

@@ -87,18 +87,21 @@ def tensor_of(message: Any, subject: str) -> Array:
         ) from error
 
 
-def tokens_of(chunks: Sequence[Any], subject: str) -> list[int]:
-    """Return the tokens of a model input's text chunks, joined."""
-    tokens: list[int] = []
+def chunks_of(chunks: Sequence[Any], subject: str) -> list[Any]:
+    """Return the chunks of a model input: lists of tokens, and the messages of images."""
+    read: list[Any] = []
     for number, chunk in enumerate(chunks):
+        if chunk.HasField("image"):
+            read.append(chunk.image)
+            continue
         if not chunk.HasField("encoded_text"):
             raise BatchError(
-                f"{subject}: chunk {number} is not text; images and audio are not supported."
+                f"{subject}: chunk {number} is neither text nor an image; audio is not supported."
             )
         if len(chunk.encoded_text.tokens) % 4:
             raise BatchError(f"{subject}: chunk {number} is not an array of int32.")
-        tokens += np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist()
-    return tokens
+        read.append(np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist())
+    return read
 
 
 def training_output(field: str, outputs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:

@@ -56,7 +56,8 @@ class WorkQueue:
             f"the loss {name} is computed as {other} by this server"
             for name, other in aliases.items()
         )
-        self.limits = Limits(vocabulary, data.max_prompt_length, data.max_response_length)
+        longest = data.max_prompt_length, data.max_response_length
+        self.limits = Limits(vocabulary, *longest, str(folder))
         self.eos = tuple(stop_tokens(tokenizer, path))
         self.checkpoints = ServedCheckpoints(Path(config.trainer.default_local_dir))
         self.checkpoints.remove_leftovers()

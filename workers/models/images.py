@@ -155,6 +155,10 @@ class ImageReader:
             rest = rest[start + len(tokens) :]
         return collapsed + rest
 
+    def ids_of(self, ref: ImageRef) -> list[int]:
+        """Return the token ids of an image."""
+        return [*self._layout_of(ref).ids]
+
     def num_tokens(self, ref: ImageRef) -> int:
         """Return the number of tokens at which the model reads features of the image."""
         return self._layout_of(ref).num_tokens

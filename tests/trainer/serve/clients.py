@@ -152,8 +152,14 @@ class Model:
                 entry.value.number = value
         for tokens, inputs in datums:
             datum = message.data.add()
-            for part in (tokens[:1], tokens[1:]):  # several chunks are joined
-                datum.model_input.add().encoded_text.tokens = np.asarray(part, "<i4").tobytes()
+            # several chunks are joined; a tuple has chunks, of which dicts are images
+            for part in tokens if isinstance(tokens, tuple) else (tokens[:1], tokens[1:]):
+                chunk = datum.model_input.add()
+                if isinstance(part, Mapping):
+                    for name, value in part.items():
+                        setattr(chunk.image, name, value)
+                else:
+                    chunk.encoded_text.tokens = np.asarray(part, "<i4").tobytes()
             for name, values in inputs.items():
                 kind, dtype = FIELDS["int64" if name == "target_tokens" else "float32"]
                 array = np.asarray(values, dtype)
