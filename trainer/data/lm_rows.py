@@ -97,8 +97,21 @@ Encode = Callable[[Row, Any], EncodedRow]
 
 
 def with_refs(row: Row, folders: Sequence[Path]) -> tuple[Row, Sequence[ImageRef]]:
-    """Return the row with references to images in its chat, and the references."""
+    """Return the row with references to images in its chat, and the references.
+
+    A pair without a prompt has the chat twice, in `chosen` and `rejected`, with equal images.
+    """
     image_key = next((name for name in IMAGE_COLUMNS if row.get(name)), None)
+    has_chat = any(isinstance(row.get(name), list) for name in ("prompt", "messages"))
+    if not has_chat and all(isinstance(row.get(side), list) for side in ("chosen", "rejected")):
+        chosen, refs = with_image_refs(row, ["chosen"], image_key, folders)
+        rejected, others = with_image_refs(row, ["rejected"], image_key, folders)
+        if refs != others:
+            paths = [[ref.path for ref in side] for side in (refs, others)]
+            raise ValueError(
+                f"the images of 'chosen' {paths[0]} differ from those of 'rejected' {paths[1]}"
+            )
+        return {**chosen, "rejected": rejected["rejected"]}, refs
     chat = "prompt" if row.get("messages") is None else "messages"
     return with_image_refs(row, [chat], image_key, folders)
 

@@ -12,9 +12,10 @@ from PIL import Image
 from tests.workers.models.vision import picture, write_model
 from trainer.data.config import DataConfig
 from trainer.data.lm_rows import read_lm_rows
+from trainer.data.pairs import read_pairs
 from trainer.data.prompts import PromptSet, load_tokenizer
 from verl_like.errors import ConfigError
-from workers.images import ImageRef
+from workers.images import ImageRef, image_ref
 from workers.models.images import ImageReader
 
 SIZES = ((40, 70), (90, 30), (33, 33))
@@ -128,3 +129,45 @@ def test_a_bad_image_is_named_with_file_and_line(
     }[kind]
     with pytest.raises(ConfigError, match=rf"rows.jsonl, line 2: .*{words}"):
         read()
+
+
+@pytest.mark.parametrize("images", [["0.png", "2.png"], ["1.png"]])
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_a_pair_without_prompt_is_the_pair_with_its_prompt(
+    images: list[str], in_parts: bool, folder: Path, tmp_path: Path
+) -> None:
+    paths = [str(folder / name) for name in images]
+    parts = [{"type": "image", **({"image": path} if in_parts else {})} for path in paths]
+    prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
+    column = {} if in_parts else {"images": paths}
+    chosen, rejected = ([{"role": "assistant", "content": text}] for text in ("red", "a ball"))
+    rows = [
+        {"prompt": prompt, "chosen": chosen, "rejected": rejected, **column},
+        {"chosen": prompt + chosen, "rejected": prompt + rejected, **column},
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    tokenizer = load_tokenizer(str(folder / "model"))
+    with_prompt, without = read_pairs("data.train_files", [str(file)], tokenizer, 512)
+    assert [ref.sha for ref in with_prompt.images] == [image_ref(path).sha for path in paths]
+    assert without.images == with_prompt.images
+    for ours, expected in zip(without.sides.values(), with_prompt.sides.values(), strict=True):
+        assert ours.ids.tolist() == expected.ids.tolist()
+        assert ours.in_loss.tolist() == expected.in_loss.tolist()
+        assert ours.images == expected.images
+
+
+def test_a_pair_whose_sides_have_other_images_is_rejected(folder: Path, tmp_path: Path) -> None:
+    sides = {
+        side: [
+            {"role": "user", "content": [{"type": "image", "image": str(folder / name)}]},
+            {"role": "assistant", "content": side},
+        ]
+        for side, name in (("chosen", "0.png"), ("rejected", "1.png"))
+    }
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps(sides), encoding="utf-8")
+    tokenizer = load_tokenizer(str(folder / "model"))
+    words = "pairs.jsonl.*the images of 'chosen' .*0.png.* differ from those of 'rejected' .*1.png"
+    with pytest.raises(ConfigError, match=words):
+        read_pairs("data.train_files", [str(file)], tokenizer, 512)
