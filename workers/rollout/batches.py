@@ -57,7 +57,7 @@ def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Samp
     for row, prompt in enumerate(prompts[: data.num_real_rows]):
         uid, index = str(uids[row]), indices[row]
         name = f"uid {uid} sample {index}"
-        refs = tuple(tuple(ref) for ref in images[row])
+        refs: tuple[Any, ...] = tuple(tuple(ref) for ref in images[row])
         seed = seed_of(uid, index)
         samples.append(Sample(prompt.tolist(), seed, name, end_at=ends[row], images=refs))
     return samples

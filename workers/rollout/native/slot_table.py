@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from workers.rollout.sample import CachedStates, Sample
 
-Row = tuple[tuple[int, ...], tuple[tuple[str, str], ...]]
+Row = tuple[tuple[int, ...], tuple[Any, ...]]
 """Tokens, and the images among them."""
 
 
