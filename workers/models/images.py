@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from threading import Lock
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +42,6 @@ class Layout(NamedTuple):
     """The tokens of every image of one size."""
 
     text: str
-    ids: list[int]
     num_tokens: int
     """Number of tokens at which the model reads features of the image."""
     grids: dict[str, Tensor]
@@ -78,13 +77,12 @@ class ImageReader:
         self.processor = _load_processor(
             folder, config.model_type, AutoTokenizer.from_pretrained(folder)
         )
+        self._token: str = self.processor.tokenizer.convert_ids_to_tokens(self.token_id)
         self.refs: list[ImageRef] = []
         """The images that passes of this process name by their number here."""
         self._numbers: dict[ImageRef, int] = {}
         self._inputs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
         self._layouts: dict[tuple[int, int], Layout] = {}
-        self._lock = Lock()
-        """Held to tokenize, which one thread at a time may do."""
         self._settings = self.processor._merge_kwargs(
             self.processor.valid_processor_kwargs,
             tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs,
@@ -107,9 +105,23 @@ class ImageReader:
             raise ValueError(f"it has {len(refs)} images and {count} places for them")
         if not refs:
             return text
-        tokens = [self._layout_of(ref).text for ref in refs]
+        tokens = [self._text_of(ref) for ref in refs]
         (result,), _ = self.processor.get_text_with_replacements([text], tokens)
         return str(result)
+
+    def _text_of(self, ref: ImageRef) -> str:
+        """Return the text that expands to the tokens of an image."""
+        size = ref.width, ref.height
+        if size in self._layouts or not self._counts_tokens:
+            return self._layout_of(ref).text
+        (count,) = self.processor._get_num_multimodal_tokens([size[::-1]]).num_image_tokens
+        return self._token * int(count)
+
+    @cached_property
+    def _counts_tokens(self) -> bool:
+        """True if images have only feature tokens, which the processor counts without pixels."""
+        has_others = self._layout_of(ImageRef("", "", 64, 64)).text.replace(self._token, "")
+        return not has_others and hasattr(self.processor, "_get_num_multimodal_tokens")
 
     def _layout_of(self, ref: ImageRef) -> Layout:
         """Return the tokens of an image, which depend only on its size."""
@@ -131,10 +143,8 @@ class ImageReader:
         if "pixel_attention_mask" in inputs:  # [1, tiles, ...] becomes [tiles, 1, ...]
             inputs = {name: tensor.transpose(0, 1) for name, tensor in inputs.items()}
         if image.size not in self._layouts:
-            with self._lock:
-                ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
             grids = {name: tensor for name, tensor in inputs.items() if name.endswith("_thw")}
-            self._layouts[image.size] = Layout(text, ids, ids.count(self.token_id), grids)
+            self._layouts[image.size] = Layout(text, text.count(self._token), grids)
         return inputs
 
     def collapsed(self, ids: Sequence[int], refs: Sequence[ImageRef]) -> list[int]:
@@ -142,11 +152,12 @@ class ImageReader:
 
         A ValueError says that an image's tokens are not there.
         """
-        placeholder = self.processor.tokenizer.convert_tokens_to_ids(self.placeholder)
+        tokenizer = self.processor.tokenizer
+        placeholder = tokenizer.convert_tokens_to_ids(self.placeholder)
         collapsed: list[int] = []
         rest = list(ids)
         for number, ref in enumerate(refs, start=1):
-            tokens = self._layout_of(ref).ids
+            tokens = tokenizer(self._text_of(ref), add_special_tokens=False)["input_ids"]
             starts = (n for n, token in enumerate(rest) if token == tokens[0])
             start = next((n for n in starts if rest[n : n + len(tokens)] == tokens), None)
             if start is None:
@@ -263,7 +274,30 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
         missing = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
         pad = [amount for size in reversed(missing) for amount in (0, size)]
         padded.append(torch.nn.functional.pad(part, pad) if any(missing) else part)
-    return torch.cat(padded)
+    return torch.cat(padded) if len(padded) > 1 else padded[0]
+
+
+def contiguous(cls: Any) -> Any:
+    """Return a subclass of a processor on PIL with the same pixels, computed three times as fast.
+
+    Its two steps run over contiguous memory, if the class has those of transformers.
+    """
+    from transformers.image_processing_backends import PilBackend
+
+    def rescale(_: Any, image: Any, scale: float, **__: Any) -> Any:
+        rescaled = np.empty(image.shape, np.float32)
+        return np.multiply(image, scale, out=rescaled, dtype=np.float64, casting="unsafe")
+
+    def normalize(_: Any, image: Any, mean: Any, std: Any, **__: Any) -> Any:
+        if not np.issubdtype(image.dtype, np.floating):
+            image = image.astype(np.float32)
+        mean, std = (np.array(values, image.dtype).reshape(-1, 1, 1) for values in (mean, std))
+        image = image - mean
+        return np.divide(image, std, out=image)
+
+    steps = {step.__name__: step for step in (rescale, normalize)}
+    theirs = {name for name in steps if getattr(cls, name, None) is getattr(PilBackend, name)}
+    return type(cls.__name__, (cls,), {name: steps[name] for name in theirs})
 
 
 def images_only(cls: Any) -> Any:
@@ -295,6 +329,7 @@ def _load_processor(folder: str, model_type: str, tokenizer: Any) -> Any:
         name = settings.get("processor_class") or names[model_type]
         cls = getattr(transformers, name)
         image_processor = transformers.AutoImageProcessor.from_pretrained(folder, backend=BACKEND)
+        image_processor.__class__ = contiguous(type(image_processor))
         parts = parts_of(cls, image_processor, tokenizer)
         return images_only(cls).from_args_and_dict(parts, settings)
     except (ImportError, OSError, KeyError, TypeError, ValueError) as error:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.workers.models.vision import picture, write_model
+from tests.workers.models.vision import FAMILIES, picture, write_model
 from trainer.data.config import DataConfig
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.pairs import read_pairs
@@ -55,7 +55,7 @@ def test_images_have_the_tokens_and_pixels_of_transformers(
     prompts = prompts_of(folder, tmp_path / "rows.jsonl", row, max_prompt_length=256)
     (batch,) = prompts.in_order()
 
-    processor = ImageReader(f"{folder}/model").processor
+    processor = FAMILIES["qwen2_vl"]()[1]
     token = processor.image_token
     place = f"<|vision_start|>{token}<|vision_end|>"
     content = text.replace("<image>", place) if "<image>" in text else place * 2 + text

@@ -1,4 +1,4 @@
-"""Each process decodes an image once, whatever the number of samples and passes that read it."""
+"""Images have the tokens and pixels of transformers, and each process decodes them once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.workers.models.test_image_input import Case, make_case
+from tests.workers.models.vision import CASES, FAMILIES, picture, write_model
 from verl_like.batch.ragged import RaggedTensor
-from workers.images import ImageRef, opened
+from workers.images import ImageRef, image_ref, opened
 from workers.models import images
 from workers.models.image_input import ImageInput
 
@@ -68,3 +69,18 @@ def test_images_that_do_not_fit_into_the_cache_have_the_same_tensors(
         assert ours.keys() == theirs.keys()
         assert all(ours[name].equal(theirs[name]) for name in ours)
     assert len(case.reader._inputs) == 1
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_images_have_the_pixels_and_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    processor = FAMILIES[family]()[1]
+    reader = images.ImageReader(str(write_model(family, tmp_path)))
+    for number, size in enumerate([(40, 70), (333, 20), (64, 64)]):
+        picture(*size, seed=number).save(tmp_path / f"{number}.png")
+        ref = image_ref(tmp_path / f"{number}.png")
+        text = reader.expanded(reader.placeholder, [ref])  # before any pixels are read
+        theirs = processor(images=[[opened(ref)]], text=reader.placeholder, return_tensors="pt")
+        ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == theirs["input_ids"][0].tolist()
+        pixels = theirs["pixel_values"]
+        assert reader.inputs([ref])["pixel_values"].flatten().equal(pixels.flatten())
