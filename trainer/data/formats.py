@@ -98,35 +98,43 @@ CheckColumns = Callable[[Sequence[str]], None]
 NO_UTF8 = re.compile("[\udc80-\udcff]")
 """Matches bytes that are not UTF-8, as read with `errors="surrogateescape"`."""
 FORMATS = "files other than .parquet and .csv need a JSON object per line"
+BYTES_AT_ONCE = 8 * 2**20
+"""Size of the rows of a Parquet file that are read at once."""
 BROKEN_GZIP = (OSError, EOFError, zlib.error)
 
 
 def parquet_rows(path: Path, check_columns: CheckColumns) -> Placed:
-    """Yield every row of the table; pyarrow reads 65,536 rows at a time."""
+    """Yield every row of the table, of which about `BYTES_AT_ONCE` are in memory."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.ParquetFile(path)
+        # by default, pyarrow reads all bytes of a row group, which may be those of all images
+        table = pq.ParquetFile(path, pre_buffer=False, buffer_size=2**20)
     except (pa.ArrowException, OSError) as err:
         raise ConfigError(f"{path} is not a readable parquet file: {err}") from err
 
     with table:
         check_columns(table.schema_arrow.names)
-        end = 0
+        end, memory = 0, pa.default_memory_pool()
         for number in range(table.num_row_groups):
-            index, end = end, end + table.metadata.row_group(number).num_rows
+            group = table.metadata.row_group(number)
+            index, end = end, end + group.num_rows
+            at_once = max(1, group.num_rows * BYTES_AT_ONCE // max(group.total_byte_size, 1))
             try:
-                for batch in table.iter_batches(row_groups=[number]):
+                for batch in table.iter_batches(min(at_once, 2**16), row_groups=[number]):
                     for row in _rows_of_batch(batch):
                         yield f"{path}, row {index}", row
                         index += 1
+                    del batch
+                    memory.release_unused()
             except (pa.ArrowException, OSError) as err:
                 why = str(err).splitlines()[0]
                 yield (
                     f"{path}, rows {index} to {end - 1}",
                     ValueError(f"these rows of the file are not readable: {why}"),
                 )
+    memory.release_unused()
 
 
 def _rows_of_batch(batch: Any) -> list[Any]:
