@@ -118,7 +118,9 @@ def test_a_step_with_images_is_replayed_bit_for_bit(rows: Path, tmp_path: Path) 
     assert not replay(tmp_path / "run", 2, stage="update").differences
 
 
-def test_a_resume_with_another_image_processor_is_rejected(rows: Path, tmp_path: Path) -> None:
+def test_a_resume_with_another_image_processor_or_backend_is_rejected(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from verl_like.errors import CheckpointError
 
     model = write_model("qwen2_vl", tmp_path / "model")
@@ -128,6 +130,14 @@ def test_a_resume_with_another_image_processor_is_rejected(rows: Path, tmp_path:
     file = next(model.glob("*processor_config.json"))
     file.write_text(file.read_text() + " ", encoding="utf-8")
     with pytest.raises(CheckpointError, match="model has other contents now"):
+        run(load_config(settings))
+    file.write_text(file.read_text()[:-1], encoding="utf-8")
+
+    (marker,) = (tmp_path / "run").glob("global_step_1/commit.json")
+    backend = {"the backend of transformers' image processors": "pil"}
+    assert json.loads(marker.read_text())["inputs"].items() >= backend.items()
+    monkeypatch.setattr("trainer.run_folder.resume.IMAGE_BACKEND", "torchvision")
+    with pytest.raises(CheckpointError, match="image processors was 'pil', is 'torchvision'"):
         run(load_config(settings))
 
 

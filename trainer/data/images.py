@@ -11,7 +11,7 @@ TRL. In OpenAI's format, the parts contain the images. Afterwards, each image is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,46 +36,44 @@ def take_images(
     Relative paths are looked up in the `folders`. A ValueError says what is wrong with an image, or
     that there are more or fewer places than images.
     """
-    given = row.get(image_key) if image_key else None
-    images = [] if given is None else given if isinstance(given, list | tuple) else [given]
-    taken = {name: value for name, value in row.items() if name != image_key}
-    chats = {name: row[name] for name in columns if isinstance(row.get(name), list)}
-    if images and not chats:
+    images = row.get(image_key) if image_key else None
+    if not isinstance(images, list | tuple):
+        images = [] if images is None else [images]
+    names = [name for name in columns if isinstance(row.get(name), list)]
+    if images and not names:
         raise ValueError("it has images, which need a chat: write the prompt as messages")
-    contents = [message.get("content") for chat in chats.values() for message in chat]
-    if images and not any(isinstance(p, Place) for c in contents for p in _pieces(c, True)):
-        name = next(iter(chats))
-        chats[name] = _with_places(chats[name], len(images))
+    chats = {name: [_with_places(m, bool(images)) for m in row[name]] for name in names}
+    if images and not any(_places(chats.values())):
+        _put_first(chats[names[0]], len(images))
 
     left = deque(image_ref(image, folders) for image in images)
     refs: list[ImageRef] = []
-    for name, chat in chats.items():
-        taken[name] = list(chat)
-        for number, message in enumerate(chat):
-            pieces = list(_pieces(message.get("content"), bool(images)))
-            if not any(isinstance(piece, Place) for piece in pieces):
-                continue
-            for place, piece in enumerate(pieces):
-                if not isinstance(piece, Place):
-                    continue
-                if piece.media is None and not left:
-                    raise ValueError(
-                        f"part {place} of message {number} is a place for an image, but the row "
-                        f"has only {len(images)} images in the column {image_key!r}"
-                    )
-                media = piece.media
-                refs.append(left.popleft() if media is None else image_ref(media, folders))
-                pieces[place] = {"type": "image", **refs[-1]._asdict()}
-            taken[name][number] = {**message, "content": pieces}
+    for number, place, parts in _places(chats.values()):
+        media = parts[place].media
+        if media is None and not left:
+            raise ValueError(
+                f"part {place} of message {number} is a place for an image, but the row has only "
+                f"{len(images)} images in the column {image_key!r}"
+            )
+        refs.append(left.popleft() if media is None else image_ref(media, folders))
+        parts[place] = {"type": "image", **refs[-1]._asdict()}
     if left:
         raise ValueError(
             f"it has {len(images)} images, but only {len(images) - len(left)} places for them "
             f"({MARK}) in its messages"
         )
-    return taken, refs
+    return {name: value for name, value in row.items() if name != image_key} | chats, refs
 
 
-def _pieces(content: Any, has_column: bool) -> Iterator[Any]:
+def _with_places(message: Any, has_column: bool) -> Any:
+    """Return the message with a `Place` for each image; without images, return it as it is."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = list(_parts(content, has_column))
+    has_place = any(isinstance(part, Place) for part in parts)
+    return {**message, "content": parts} if has_place else message
+
+
+def _parts(content: Any, has_column: bool) -> Iterator[Any]:
     """Yield the parts of a content, with a `Place` for each image.
 
     If the row has a column of images, each `<image>` in a text is a place for one of them.
@@ -95,12 +93,20 @@ def _pieces(content: Any, has_column: bool) -> Iterator[Any]:
             yield part
 
 
-def _with_places(chat: Sequence[Any], count: int) -> list[Any]:
-    """Return the chat with places for images at the start of the user's first message."""
+def _places(chats: Iterable[Sequence[Any]]) -> Iterator[tuple[int, int, list[Any]]]:
+    """Yield the number of the message, the number of the part, and the parts of each `Place`."""
+    for number, message in (numbered for chat in chats for numbered in enumerate(chat)):
+        parts = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(parts, list):
+            yield from ((number, n, parts) for n, p in enumerate(parts) if isinstance(p, Place))
+
+
+def _put_first(chat: list[Any], count: int) -> None:
+    """Put places for images at the start of the user's first message."""
     for number, message in enumerate(chat):
-        content = message.get("content")
-        if message.get("role") == "user" and content is not None:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if content is not None and message.get("role") == "user":
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            first = {**message, "content": [*[{"type": "image"}] * count, *parts]}
-            return [*chat[:number], first, *chat[number + 1 :]]
+            chat[number] = {**message, "content": [*[Place()] * count, *parts]}
+            return
     raise ValueError("it has images, but no message of the user to put them in")

@@ -270,20 +270,20 @@ def read_prompts(
         dropped.warn(f"data.{setting}")
         return table
     dropped.warn(f"data.{setting}")
-    if len(table.lengths):
-        longest = int(np.argmax(table.lengths))
-        where, length = f"data.{setting}, row {longest}", int(table.lengths[longest])
-        check_length_of(where, length, config, table.has_images)
+    for number in np.flatnonzero(table.lengths > config.max_prompt_length).tolist():
+        where, length = f"data.{setting}, row {number}", int(table.lengths[number])
+        has_images = table.has_images and IMAGE_REFS in table.row(number)
+        check_length_of(where, length, config, has_images)
     return table
 
 
 def check_length_of(where: str, num_tokens: int, config: DataConfig, has_images: bool) -> None:
     """Raise an error for a prompt that is too long, unless such prompts are dropped or cut.
 
-    Prompts with images cannot be cut, so the error does not advise it.
+    Prompts with images are never cut.
     """
-    stays = config.truncation != "error" or config.filter_overlong_prompts
-    if num_tokens > config.max_prompt_length and not stays:
+    is_cut = config.truncation != "error" and not has_images
+    if num_tokens > config.max_prompt_length and not (is_cut or config.filter_overlong_prompts):
         raise ConfigError(
             f"{where}: the prompt has {num_tokens} tokens, but data.max_prompt_length="
             f"{config.max_prompt_length}. Raise this limit, or set "

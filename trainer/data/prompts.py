@@ -83,13 +83,6 @@ class PromptSet:
         self.rows = np.flatnonzero(fits | (not config.filter_overlong_prompts))
         self.num_overlong = len(lengths) - len(self.rows)
         self.num_truncated = len(self.rows) - int(fits.sum())
-        if self._table.has_images and self.num_truncated:
-            raise ConfigError(
-                f"data.{setting}, row {int((~fits).argmax())}: the prompt has "
-                f"{int(lengths[~fits][0])} tokens, more than data.max_prompt_length="
-                f"{config.max_prompt_length}, and prompts with images cannot be truncated. Raise "
-                "this limit, or set data.filter_overlong_prompts=true."
-            )
         self.columns = self._table.columns
         self.has_images = self._table.has_images
         """True if any row has images, or if its environment may add some."""

@@ -39,7 +39,11 @@ from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError
 from verl_like.files import DRAFT, json_lines, json_objects, read_json_object, write_whole
 from verl_like.process.random_state import load_random_state
+from workers.config.conditions import may_read_images
+from workers.config.model import IMAGE_BACKEND
 
+IMAGES_BY = "the backend of transformers' image processors"
+"""The entry of a marker's `inputs` with this backend, if a model of the run reads images."""
 LATEST = "latest_checkpointed_iteration.txt"
 MOST = 2**53
 """The largest count that JSON numbers represent exactly."""
@@ -70,7 +74,7 @@ class ResumePoint:
 
     @cached_property
     def inputs(self) -> dict[str, str]:
-        """Digests of files that affect the run's numbers, by `key: file`.
+        """Digests of files that affect the run's numbers, by `key: file`, and `IMAGES_BY`.
 
         Names of models and data sets on a hub have no digest.
         """
@@ -83,6 +87,8 @@ class ResumePoint:
                 if path is None:
                     continue
                 digests[f"{where}: {name}"] = digest(path)
+                if where.endswith("model.path") and may_read_images(name):
+                    digests[IMAGES_BY] = IMAGE_BACKEND
                 for file in imported_files(path) if path.suffix == ".py" else []:
                     imported = os.path.relpath(file, path.resolve().parent)
                     digests[f"{where}: {imported}, which {name} imports,"] = digest(file)
@@ -281,7 +287,10 @@ class ResumePoint:
         saved, inputs, versions = marker["config"], marker["inputs"], marker["versions"]
         differing = keys_that_differ(self.schema, saved, self.config)
         for name, digest in self.inputs.items():
-            if inputs.get(name, digest) != digest:
+            before = inputs.get(name, digest)
+            if before != digest and name == IMAGES_BY:
+                differing.append(f"{name} was {before!r}, is {digest!r}, which has other pixels")
+            elif before != digest:
                 differing.append(f"{name} has other contents now")
         for name, version in installed_versions().items():
             if versions.get(name, version) != version:

@@ -56,6 +56,8 @@ BASE_QUANTIZATIONS = ("nf4",)
 PP_SCHEDULES = ("1f1b", "gpipe", "interleaved")
 SAVE_CONTENTS = ("model", "optimizer", "extra", "hf_model")
 """Allowed names in `checkpoint.save_contents`."""
+IMAGE_BACKEND = "pil"
+"""Backend of transformers' image processors. Each has other pixels; this one runs everywhere."""
 HAS_LORA = unless("lora_rank", 0)
 TOWER_MAY_LEARN = ReadWhen(
     "the model has a vision tower, and `lora_rank` is 0",

@@ -7,8 +7,8 @@
 A batch has references to images (`workers.images`) instead of pixels. Each process opens and
 processes the images of its own rows, once while they stay in its cache.
 
-The image processor of the model's folder runs on one backend (`BACKEND`) in every process. Its
-backends compute different pixels, so trainer and rollout would otherwise see different images.
+The image processor of the model's folder runs on one backend (`IMAGE_BACKEND`) in every process.
+Its backends compute different pixels, so trainer and rollout would otherwise see different images.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError
 from verl_like.process.machine import usable_cores
+from workers.config.model import IMAGE_BACKEND
 from workers.images import ImageRef, opened
 
-BACKEND = "pil"
-"""Backend of transformers' image processors: it runs on every machine."""
 CACHE_BYTES = 2 * 2**30
 """Processed images that a process keeps."""
 
@@ -152,12 +151,11 @@ class ImageReader:
 
         A ValueError says that an image's tokens are not there.
         """
-        tokenizer = self.processor.tokenizer
-        placeholder = tokenizer.convert_tokens_to_ids(self.placeholder)
+        placeholder = self.processor.tokenizer.convert_tokens_to_ids(self.placeholder)
         collapsed: list[int] = []
         rest = list(ids)
         for number, ref in enumerate(refs, start=1):
-            tokens = tokenizer(self._text_of(ref), add_special_tokens=False)["input_ids"]
+            tokens = self.ids_of(ref)
             starts = (n for n, token in enumerate(rest) if token == tokens[0])
             start = next((n for n in starts if rest[n : n + len(tokens)] == tokens), None)
             if start is None:
@@ -168,7 +166,8 @@ class ImageReader:
 
     def ids_of(self, ref: ImageRef) -> list[int]:
         """Return the token ids of an image."""
-        return [*self._layout_of(ref).ids]
+        ids = self.processor.tokenizer(self._text_of(ref), add_special_tokens=False)["input_ids"]
+        return list(ids)
 
     def num_tokens(self, ref: ImageRef) -> int:
         """Return the number of tokens at which the model reads features of the image."""
@@ -328,7 +327,9 @@ def _load_processor(folder: str, model_type: str, tokenizer: Any) -> Any:
         settings, _ = transformers.ProcessorMixin.get_processor_dict(folder)
         name = settings.get("processor_class") or names[model_type]
         cls = getattr(transformers, name)
-        image_processor = transformers.AutoImageProcessor.from_pretrained(folder, backend=BACKEND)
+        image_processor = transformers.AutoImageProcessor.from_pretrained(
+            folder, backend=IMAGE_BACKEND
+        )
         image_processor.__class__ = contiguous(type(image_processor))
         parts = parts_of(cls, image_processor, tokenizer)
         return images_only(cls).from_args_and_dict(parts, settings)

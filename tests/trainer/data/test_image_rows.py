@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -97,14 +98,42 @@ def test_an_image_longer_than_the_limit_is_rejected_without_advice_to_truncate(
     assert "data.filter_overlong_prompts=true." in str(caught.value)
     assert "data.truncation" not in str(caught.value)
 
-    kept = prompts_of(folder, tmp_path / "rows.jsonl", row, **limit, filter_overlong_prompts=True)
-    assert (len(kept), kept.num_overlong) == (0, 1)
+    short = prompts_of(folder, tmp_path / "rows.jsonl", row, **limit, filter_overlong_prompts=True)
+    assert (len(short), short.num_overlong) == (0, 1)
 
 
-def test_a_text_longer_than_the_limit_may_be_truncated(folder: Path, tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "a long text"}], "images": []}
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_a_text_longer_than_the_limit_may_be_truncated(
+    is_cached: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("trainer.data.prompt_table.CACHED_FROM_BYTES", 0 if is_cached else 2**30)
+    data = base64.b64encode((folder / "2.png").read_bytes()).decode()
+    image = {"url": f"data:image/png;base64,{data}"}
+    rows = [
+        {"prompt": [{"role": "user", "content": "a text" * 50}], "images": []},
+        {"prompt": [{"role": "user", "content": "<image>"}], "images": [image]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+    def read(limit: int, truncation: str) -> PromptSet:
+        settings: dict[str, Any] = {"max_prompt_length": limit, "truncation": truncation}
+        config = DataConfig(train_files=str(path), **settings)
+        tokenizer = load_tokenizer(f"{folder}/model")
+        return PromptSet(config, "train_files", tokenizer, needs_rules=False)
+
+    assert read(500, "error").num_truncated == 0
+    assert read(40, "left").num_truncated == 1
     with pytest.raises(ConfigError, match="or data.truncation=left|right"):
-        prompts_of(folder, tmp_path / "rows.jsonl", row, max_prompt_length=8)
+        read(40, "error")
+    with pytest.raises(ConfigError, match=r"(line 2|row 1): the prompt has 9 tokens"):
+        read(8, "left")
+
+
+def test_images_of_messages_that_are_no_objects_are_bad_rows(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rows.jsonl, line 1: .*no message of the user"):
+        prompts_of(folder, tmp_path / "rows.jsonl", {"prompt": ["a text"], "images": ["0.png"]})
 
 
 @pytest.mark.parametrize(

@@ -98,10 +98,10 @@ def test_rows_of_trl_have_the_completion_in_the_loss(tokenizer: Any) -> None:
     assert (text.ids.tolist(), text.in_loss.tolist()) == (same.ids.tolist(), same.in_loss.tolist())
     # the prompt has a turn of the assistant, which is not in the loss
     row = encode_lm_row({"prompt": CHAT[:3], "completion": CHAT[3:]}, tokenizer)
-    whole = encode_lm_row({"messages": CHAT}, tokenizer)
-    assert row.ids.tolist() == whole.ids.tolist()
+    chat = encode_lm_row({"messages": CHAT}, tokenizer)
+    assert row.ids.tolist() == chat.ids.tolist()
     begin = len(encode_prompt(CHAT[:3], tokenizer))
-    assert row.in_loss.tolist() == [False] * begin + whole.in_loss[begin:].tolist()
+    assert row.in_loss.tolist() == [False] * begin + chat.in_loss[begin:].tolist()
     with pytest.raises(ValueError, match="both lists of messages"):
         encode_lm_row({"prompt": "say a", "completion": CHAT[1:2]}, tokenizer)
 
@@ -210,11 +210,11 @@ def test_every_epoch_takes_every_row_once_in_another_order(make_loader: Any) -> 
 
 
 def test_a_resumed_loader_continues_where_it_stopped(make_loader: Any, tokenizer: Any) -> None:
-    whole = uids(make_loader(), 15)
+    unbroken = uids(make_loader(), 15)
     stopped, resumed = make_loader(), make_loader()
     uids(stopped, 4)
     resumed.load_state_dict(stopped.state_dict())
-    assert uids(resumed, 5, 6) == whole[4:]
+    assert uids(resumed, 5, 6) == unbroken[4:]
     other = RowLoader(
         [encode_lm_row({"text": "a"}, tokenizer)], 1, partial(lm_batch, pad_token_id=0)
     )

@@ -39,11 +39,15 @@ def read_all(case: Case, num_samples: int, num_passes: int) -> list[dict[str, to
     """Return the arguments of passes over each sample of every row."""
     rows = [torch.tensor(row) for row in case.rows for _ in range(num_samples)]
     refs = [refs for refs in case.refs for _ in range(num_samples)]
-    ids = RaggedTensor.from_rows(rows, max(map(len, rows)))
+    width = max(map(len, rows))
+    columns = {
+        "input_ids": RaggedTensor.from_rows(rows, width),
+        "position_ids": RaggedTensor.from_rows([torch.arange(len(row)) for row in rows], width),
+    }
     read = ImageInput(case.module, case.reader)
     arguments = []
     for _ in range(num_passes):
-        numbers = read.of_rows(ids, refs, ["a row"] * len(rows)).rows()
+        numbers = read.of_rows(columns, refs, ["a row"] * len(rows)).rows()
         arguments += [
             read.arguments({"input_ids": row}, of_row, torch.device("cpu"))
             for row, of_row in zip(rows, numbers, strict=True)
