@@ -91,6 +91,21 @@ def test_a_run_whose_environment_shows_images_has_equal_log_probs_and_a_replay(
         evaluation.main([str(tmp_path / "run")])
 
 
+@pytest.mark.parametrize("way", ["two ranks", "async"])
+def test_ranks_and_generators_train_on_images_of_environments(way: str, tmp_path: Path) -> None:
+    from trainer.async_training.recipe import ASYNC
+
+    model = write_model("qwen2_vl", tmp_path / "model")
+    more = "environment.images=true", "trainer.n_gpus_per_node=2"
+    settings = overrides(tmp_path, model, *more)
+    run(load_config(settings, ASYNC) if way == "async" else load_config(settings))
+    steps = [step for step in lines(tmp_path / "run") if "actor/grad_norm" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["training/num_hash_matched_samples"] == 8
+        assert step["actor/grad_norm"] > 0
+
+
 def test_a_text_model_or_images_without_the_key_are_rejected(
     tmp_path: Path, tiny_dir: Path
 ) -> None:

@@ -208,11 +208,27 @@ def test_a_checkpoint_with_a_trained_tower_is_exported(rows: Path, tmp_path: Pat
     assert any("visual" in name for name in changed), "the tower is trained"
 
 
-def test_a_run_on_text_imports_nothing_for_images(tiny_dir: Path, tmp_path: Path) -> None:
+GAME = """
+from verl_like import Environment, Observation, TrajectoryEnd
+
+class Says(Environment):
+    def step(self, text):
+        self.turn = getattr(self, "turn", 0) + 1
+        return Observation("more") if self.turn == 1 else TrajectoryEnd(1.0)
+"""
+
+
+@pytest.mark.parametrize("plays", [False, True])
+def test_a_run_on_text_imports_nothing_for_images(
+    plays: bool, tiny_dir: Path, tmp_path: Path
+) -> None:
     from tests.integration.runs import POLICY_ALONE
     from tests.integration.runs import overrides as on_text
 
     settings = on_text(tiny_dir, tmp_path / "run", "trainer.backend=local", *POLICY_ALONE)
+    if plays:
+        (tmp_path / "game.py").write_text(GAME, encoding="utf-8")
+        settings += [f"environment={tmp_path}/game.py:Says", "environment.max_tokens_per_turn=2"]
     code = (
         "import sys; from trainer import load_config, run; run(load_config(sys.argv[1:]));"
         "print([name for name in sys.modules if name.startswith(('workers', 'trainer')) "

@@ -301,3 +301,26 @@ def test_images_that_the_run_does_not_expect_name_environment_and_turn(
     words = r"environment, turn 2 of sample 3: it has images, but the model .*text \(llama\)"
     with pytest.raises(ConfigError, match=f"{words} does not read images"):
         loop.take()
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_a_trajectory_ends_after_a_sampled_image_token(
+    engine: str, tmp_path: Path, host: EnvironmentHost, agents: EnvironmentHost
+) -> None:
+    """The row ends with this token, so its images are still those that were shown."""
+    case = make_case("qwen2_vl", tmp_path)
+    case.module.float()
+    token, shown = case.reader.token_id, [[f"{tmp_path}/0.png"], [], [f"{tmp_path}/1.png"]]
+    row = {"class": "Shows", "settings": {"turns": shown}}
+    row |= {"agent": "looks", "arguments": {"turns": shown}}
+    for played_by in (host, agents):
+        loop, sampling = new_loop(case, tmp_path, engine, played_by)
+        sampling = replace(sampling, logit_bias=((token, 1e4),))
+        loop.submit(starts(0, 1, **row), sampling, 64, token)
+        (trajectory,) = loop.take().values()
+        assert (trajectory.ended, trajectory.problem) == ("max_turns", "")
+        assert trajectory.sample.tokens.tolist() == [token]
+        rows = in_training(case, [trajectory])
+        places = case.reader.places(torch.tensor(rows.rows[0]), rows.refs[0], "")
+        assert int((places > 0).sum()) == case.reader.num_tokens(rows.refs[0][0])
+        assert not places[-1]
