@@ -106,6 +106,29 @@ def test_ranks_and_generators_train_on_images_of_environments(way: str, tmp_path
         assert step["actor/grad_norm"] > 0
 
 
+def test_an_environment_of_texts_continues_prompts_with_images(tmp_path: Path) -> None:
+    """The rows have images, so the key is not needed; the first observation joins the prompt."""
+    rows = test_images.write_rows(tmp_path)
+    (tmp_path / "says.py").write_text(
+        test_images.GAME.replace(
+            "def step", "def reset(self):\n        return 'go'\n\n    def step"
+        )
+    )
+    model = write_model("qwen2_vl", tmp_path / "model")
+    more = (
+        f"environment={tmp_path}/says.py:Says",
+        *("environment.max_tokens_per_turn=5", "data.max_response_length=64"),
+    )
+    result = run(load_config(test_images.overrides(rows, model, tmp_path / "run", *more)))
+    for step in lines(tmp_path / "run"):
+        assert step["training/rollout_probs_diff_max"] < 2e-5
+    expected = {0: 0, 1: 1, 2: 2}
+    for sample in result.samples():
+        number = int(sample["uid"].partition("-")[0])
+        assert len(sample["images"]) == expected[number % 3]
+        assert sample["input"].endswith("\ngo")
+
+
 def test_a_text_model_or_images_without_the_key_are_rejected(
     tmp_path: Path, tiny_dir: Path
 ) -> None:

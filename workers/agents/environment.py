@@ -51,13 +51,15 @@ class Observation:
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
             raise TypeError(f"the text of an Observation is {shown(self.text)}, not a string")
+        if not isinstance(self.images, list | tuple):
+            raise TypeError(f"the images of an Observation are {shown(self.images)}, not a list")
         finite_reward(self.reward)
         _ = self.content  # an error is raised here, in the environment's code
 
     @cached_property
     def content(self) -> str | list[dict[str, str]]:
         """The content of a message: the text, or parts of text and images as `data:` URLs."""
-        if not len(self.images):
+        if not self.images:
             return self.text
         from workers.images import image_url
 

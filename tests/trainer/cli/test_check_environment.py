@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from trainer.cli.check_environment import main
 from verl_like.errors import ConfigError
@@ -21,6 +23,17 @@ def test_it_prints_observations_and_checks_determinism(capsys: pytest.CaptureFix
     assert "): end, reward 3\n" in output
     assert "the same seed gives the same trajectory, also next to a concurrent one" in output
     assert "all samples of a prompt start with the same observation" in output
+
+
+def test_images_are_shown_by_their_places(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "a.png")
+    Image.new("RGB", (4, 4)).save(path)
+    main([f"{GAMES}:Shows", "--kwargs", json.dumps({"turns": [[path], [path, path]]})])
+    output = capsys.readouterr().out
+    assert "): '<image>look'\n" in output
+    assert "): 'then <image>then <image>?', reward 0\n" in output
 
 
 def test_players_take_turns(capsys: pytest.CaptureFixture[str]) -> None:

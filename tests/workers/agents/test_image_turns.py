@@ -255,6 +255,7 @@ BAD = {
     "missing": ("gone.png is not readable: No such file or directory", ["gone.png"]),
     "empty": ("empty.png is not a readable image: it is empty", ["empty.png"]),
     "places": ("an Observation has 1 images, and 2 places for them", ["0.png"]),
+    "no list": ("the images of an Observation are str '0.png', not a list", "0.png"),
     "large": ("it has 10500 x 10000 pixels, more than 100,000,000", ["large.png"]),
 }
 
@@ -271,7 +272,7 @@ def test_bad_images_of_an_observation_are_failures_with_the_reason(
     loop, sampling = new_loop(case, tmp_path, "native", host)
     begun: list[Any] = []
     for number, (_, names) in enumerate(BAD.values()):
-        images = [str(tmp_path / name) for name in names]
+        images = names if names == "0.png" else [str(tmp_path / name) for name in names]
         text = "<image><image>" if len(begun) == 2 else "a"
         row = {"class": "Says", "settings": {"text": text, "images": images}}
         begun += starts(number, number + 1, **row)

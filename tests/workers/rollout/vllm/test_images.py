@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 LIMITS = EngineLimits(prompt_width=192, response_width=12, max_num_seqs=4, kv_cache_gib=1.0)
 
 
-def engine_of(folder: Path, reads_images: bool) -> RolloutEngine:
+def engine_of(folder: Path, reads_images: bool, response_width: int = 12) -> RolloutEngine:
     from workers.rollout.vllm.engine import VllmRolloutEngine
 
     settings = VllmSettings(str(folder), reads_images=reads_images)
-    return VllmRolloutEngine(settings, LIMITS)
+    return VllmRolloutEngine(settings, replace(LIMITS, response_width=response_width))
 
 
 def samples_of(case: Case, rows: list[int]) -> list[Sample]:
@@ -84,6 +85,39 @@ def test_log_probs_equal_those_of_transformers_after_each_sync(
         with torch.no_grad():
             for weight in case.module.parameters():
                 weight.mul_(1.1)
+    engine.close()
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_after_observed_images_has_the_log_probs_of_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    case = make_case(family, tmp_path, for_vllm=True)
+    case.module.float()
+    engine = engine_of(tmp_path, reads_images=True, response_width=200)
+    engine.load_weights(named_state(case.module))
+    engine.commit(0)
+    no_image = ((case.reader.token_id, -1e4),)  # no turn follows a sampled image token
+    sampling = SamplingParams(max_tokens=200, stop_token_ids=(1,), logit_bias=no_image)
+    first = [replace(sample, end_at=5) for sample in samples_of(case, [0, 1, 2])]
+    shown = [case.refs[3][:1], case.refs[3][1:3], []] * 2
+    begun = []
+    for sample, refs in zip(engine.generate(first, sampling), shown, strict=True):
+        places = " or ".join([case.reader.placeholder] * len(refs))
+        text = f"<|end|><|user|>and {places}?<|assistant|>"
+        text = case.reader.expanded(text, refs)
+        ids = case.reader.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        begun.append(sample.with_observed(ids, False, len(sample.tokens) + len(ids) + 6, refs))
+    for sample in engine.generate(begun, sampling):
+        ids = [*sample.prompt, *sample.tokens.tolist()]
+        row = Case(case.module, case.reader, [ids[:-1]], [list(sample.images)], [0])
+        with torch.no_grad():
+            logits = row.of_transformers(0)[len(sample.prompt) - 1 :]
+        theirs = logits.log_softmax(-1).gather(1, sample.tokens[:, None])[:, 0]
+        is_sampled = sample.is_sampled
+        assert int(is_sampled.sum()) > 1
+        assert float((sample.log_probs - theirs)[is_sampled].abs().max()) < 2e-4
     engine.close()
 
 
