@@ -130,6 +130,8 @@ def check_models(config: PPOConfig) -> None:
             from workers.rollout import hf
 
             hf.check_decoding(actors, width)
+        elif engine == "vllm":
+            preflight.check_vllm(config, reads_images=False)
     if policy.actor.router_aux_loss_coef > 0:
         from workers.training.parts import load_balancing  # slow import: loads the engine
 

@@ -23,8 +23,10 @@ from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.config import has_environment, rewards_of
 from workers.models.folder import factor_border, model_folder, read_hf_config
 from workers.models.load import check_score_head, check_weights
-from workers.rollout.build import user_engine
-from workers.rollout.vllm.setup import check_version
+from workers.models.precision import name_of as dtype_name
+from workers.models.precision import rollout_dtype
+from workers.rollout.build import engine_for, user_engine
+from workers.rollout.vllm import setup
 from workers.training.packing import SPLITS
 
 
@@ -80,12 +82,24 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
     # the versions on other machines are not known
     elsewhere = joined_cluster(config) or config.trainer.simulate or rollout.server_urls
     if rollout.name == "vllm" and not elsewhere:
-        check_version(devices_of(config.trainer).type)
+        setup.check_version(devices_of(config.trainer).type)
+
+
+def check_vllm(config: Any, reads_images: bool) -> None:
+    """Reject a policy that vLLM starts, but whose log-probs it cannot compute."""
+    policy, device_type = config.actor_rollout_ref, devices_of(config.trainer).type
+    dtype = dtype_name(rollout_dtype(policy, device_type))
+    folder = model_folder(policy.model.path, weights=False)
+    setup.check_model(str(folder), reads_images, device_type, dtype)
 
 
 def check_images(config: Any, has_images: bool) -> None:
-    """Reject prompts with images if vLLM servers would read them."""
-    if has_images and config.actor_rollout_ref.rollout.server_urls:
+    """Reject prompts with images that vLLM cannot read."""
+    if not has_images:
+        return
+    if engine_for(config.actor_rollout_ref.rollout.name, devices_of(config.trainer).type) == "vllm":
+        check_vllm(config, reads_images=True)
+    if config.actor_rollout_ref.rollout.server_urls:
         raise ConfigError(
             "actor_rollout_ref.rollout.server_urls: vLLM servers read only text here, but the "
             "prompts have images. Leave this key out to run vLLM in the rollout's processes, or "

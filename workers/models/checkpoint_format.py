@@ -13,13 +13,16 @@ use it, so that none of them needs the whole model in memory.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from workers.models.classes import meta_class
@@ -112,16 +115,28 @@ class _Conversions:
         return converted
 
 
+TOWER = "vision_model"
+"""Level of the towers of CLIP and SigLIP in published checkpoints and in vLLM.
+
+transformers 5 has removed it, and `save_pretrained` writes it only for models that were loaded so.
+"""
+
+
 class CheckpointFormat:
     """A causal LM's weights, in groups that are converted together."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, has_level: Callable[[], bool]) -> None:
+        """`has_level` says, for models with such a tower, if checkpoints have the level `TOWER`."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import PrefixChange
 
-        forward = get_model_conversion_mapping(model, add_legacy=False)
-        # the prefix of names in a folder is handled when they are looked up
-        forward = [c for c in forward if not isinstance(c, PrefixChange)]
+        forward = []
+        for change in get_model_conversion_mapping(model, add_legacy=False):
+            # other prefixes of names in a folder are handled when they are looked up
+            if not isinstance(change, PrefixChange):
+                forward.append(change)
+            elif change.prefix_to_remove == TOWER and has_level():
+                forward.append(change)
         backward = [c.reverse_transform() for c in reversed(forward)]
         to_module = _Conversions(model, forward, is_reverse=False)
         self.to_stored = _Conversions(model, backward, is_reverse=True)
@@ -162,5 +177,20 @@ class CheckpointFormat:
 
 
 def checkpoint_format(model_path: str) -> CheckpointFormat:
-    """Return the format of the causal LM in this folder; only its configuration is read."""
-    return CheckpointFormat(meta_class(read_hf_config(model_path)))
+    """Return the format of the causal LM in this folder, without reading its weights."""
+
+    def has_level() -> bool:
+        return any(f".{TOWER}." in name for name in _names_in(Path(model_path)))
+
+    return CheckpointFormat(meta_class(read_hf_config(model_path)), has_level)
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Return the names of the tensors in the safetensors files of a folder."""
+    index, file = (folder / f"model.safetensors{end}" for end in (".index.json", ""))
+    if index.is_file():
+        return [*json.loads(index.read_text(encoding="utf-8"))["weight_map"]]
+    if not file.is_file():
+        return []
+    with safe_open(file, framework="pt") as opened:
+        return [*opened.keys()]

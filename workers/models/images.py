@@ -73,6 +73,9 @@ class ImageReader:
                 "out, or use a vision-language model."
             )
         self.token_id = image_token_id(config)
+        others = (getattr(config, f"{kind}_token_id", None) for kind in ("video", "audio"))
+        self.stop_ids = (self.token_id, *(other for other in others if other is not None))
+        """Tokens that a response cannot contain, because the model reads features there."""
         self.processor = _load_processor(
             folder, config.model_type, AutoTokenizer.from_pretrained(folder)
         )

@@ -186,7 +186,7 @@ class RolloutWorker(WeightReceiver, Worker):
                 "to its eos if it has none, as the trainer's data loader does."
             )
         if IMAGES in data.non_tensor_batch:  # no sample reads an image token without an image
-            stops = (*sampling.stop_token_ids, self.engine.image_reader.token_id)
+            stops = (*sampling.stop_token_ids, *self.engine.image_reader.stop_ids)
             sampling = replace(sampling, stop_token_ids=stops)
         attempt = data.meta_info.get("attempt", 0)
         stream = "validate" if data.meta_info.get("validate") else "train"

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import make_batch, started, tiny_config
 from workers.config import ModelConfig
-from workers.models.causal_lm import language_half
+from workers.models.causal_lm import empty_model, language_half
 from workers.models.checkpoint_format import checkpoint_format
-from workers.models.load import load_model
+from workers.models.load import check_files, load_model
 from workers.models.memory_shapes import model_shapes
 from workers.models.state import named_state
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
+from workers.rollout.vllm.setup import expected_weights
 from workers.training.hf_export import export_huggingface
 
 PUBLISHED = ("gemma3", "qwen2_vl", "llava", "llama4")
@@ -50,6 +51,25 @@ def test_the_weights_of_a_published_class_keep_their_names(published: Path) -> N
     stored = dict(checkpoint_format(str(published / "model")).stored(named_state(module)))
     assert stored.keys() == written.keys()
     assert all(stored[name].equal(written[name]) for name in written)
+
+
+@pytest.mark.parametrize("case", ["gemma3", "llava"])
+def test_towers_keep_the_level_that_published_checkpoints_have(case: str, tmp_path: Path) -> None:
+    """transformers 5 has removed the level, and `save_pretrained` of a new model leaves it out."""
+    build_tiny(tiny_model_config(case)).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    published = {
+        name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(published, file, metadata={"format": "pt"})
+    config = ModelConfig(path=str(tmp_path))
+    check_files(empty_model(config, "token", torch.device("cpu")), config, "token")
+    module = load_model(config, "token")
+    stored = dict(checkpoint_format(str(tmp_path)).stored(named_state(module)))
+    assert stored.keys() == published.keys()
+    assert all(stored[name].equal(tensor) for name, tensor in published.items())
+    assert expected_weights(str(tmp_path), reads_images=True).checkpoint.names == published.keys()
 
 
 def test_only_the_language_half_is_trained_and_needs_memory(published: Path) -> None:

@@ -149,13 +149,14 @@ def _gemma3() -> tuple[Any, Any]:
         "boi_token": "<start_of_image>",
         "eoi_token": "<end_of_image>",
     }
-    tokenizer = tokenizer_with(special, "<start_of_image>")
+    lines = ("\n\n", "\n\n\n", "\n\n\n\n")  # vLLM looks them up
+    tokenizer = tokenizer_with(special, "<start_of_image>", lines)
     image_processor = _class("gemma3", "Gemma3ImageProcessorPil")(size={"height": 32, "width": 32})
     config = AutoConfig.for_model(
         "gemma3",
         text_config=SIZES
         | {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
-        vision_config=_siglip(image_size=32, patch_size=8),
+        vision_config=_siglip(image_size=32, patch_size=8, vision_use_head=False),
         mm_tokens_per_image=4,
         image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
         boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
@@ -293,9 +294,15 @@ def _gemma4(text: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
         }
         config = AutoConfig.for_model(
             "gemma4",
-            text_config=SIZES | {"sliding_window": 16, "global_head_dim": 16} | text,
+            text_config=SIZES
+            | {"sliding_window": 16, "head_dim": 32, "global_head_dim": 64}
+            | text,
             vision_config=_siglip(
-                patch_size=4, head_dim=12, num_key_value_heads=2, position_embedding_size=64
+                patch_size=4,
+                head_dim=12,
+                num_key_value_heads=2,
+                position_embedding_size=64,
+                default_output_length=70,
             ),
             audio_config=None,
             **ids,
@@ -388,9 +395,25 @@ def case(family: str, *more: Any) -> Any:
 CASES = [case(family) for family in FAMILIES]
 
 
+VIDEO = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "Qwen2VLVideoProcessor"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_5"), "Qwen3VLVideoProcessor"),
+    **dict.fromkeys(("gemma4", "gemma4_large"), "Gemma4VideoProcessor"),
+    "internvl": "InternVLVideoProcessor",
+    "smolvlm": "SmolVLMVideoProcessor",
+}
+"""Family -> the class that reads its videos."""
+
+
 def set_head_size_32(config: Any) -> None:
     """Change the language half to heads of size 32, the smallest that vLLM has on CPUs."""
     text, vision = config.get_text_config(), config.vision_config
+    if config.model_type == "gemma4":  # whose heads have 32 and 64 numbers
+        return
+    if config.model_type == "llama4":
+        text.attention_chunk_size = 128
+    if config.model_type == "qwen3_5":
+        text.update({"linear_key_head_dim": 128, "linear_value_head_dim": 128})
     text.update({"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1})
     if hasattr(text, "head_dim"):
         text.head_dim = 32
@@ -418,10 +441,13 @@ def write_model(family: str, folder: Path, seed: int = 0, for_vllm: bool = False
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    if for_vllm and family.startswith("qwen"):  # vLLM loads it, although it gets no videos
-        kind = "Qwen3VLVideoProcessor" if family == "qwen3_vl" else "Qwen2VLVideoProcessor"
-        settings = {"video_processor_type": kind, "patch_size": 8, "merge_size": 2}
+    if for_vllm and family in VIDEO:  # vLLM loads it, although it gets no videos
+        settings = {"video_processor_type": VIDEO[family], "patch_size": 8, "merge_size": 2}
         (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    if for_vllm and family.startswith("gemma4"):
+        file = folder / "processor_config.json"
+        sound = {"feature_extractor_type": "Gemma4AudioFeatureExtractor"}
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"feature_extractor": sound}))
     return folder
 
 

@@ -58,7 +58,7 @@ def test_samples_after_images_have_the_log_probs_of_transformers(
         for index in range(2)
     ]
     engine = engine_of(name, case.module, tmp_path)
-    sampling = SamplingParams(max_tokens=12, stop_token_ids=(1, case.reader.token_id))
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=(1, *case.reader.stop_ids))
     finished = engine.generate(samples, sampling)
 
     for number, sample in enumerate(finished):

@@ -22,7 +22,7 @@ from workers.rollout.vllm.setup import (
     VllmRequest,
     VllmSettings,
     check_version,
-    image_options,
+    class_options,
     merge_hint,
     process_environment,
 )
@@ -66,7 +66,7 @@ class InProcessVllm:
                 options["distributed_executor_backend"] = self.lockstep.executor
         if settings.adapter is not None:
             options |= lora_options(settings.adapter.lora_rank)
-        options |= image_options(settings) | settings.options
+        options |= class_options(settings) | settings.options
         if self.lockstep is not None and options["async_scheduling"]:
             raise ConfigError(
                 "actor_rollout_ref.rollout.engine_kwargs.async_scheduling with "

@@ -35,7 +35,7 @@ from workers.rollout.vllm.setup import (
     VllmRequest,
     VllmSettings,
     check_tested_version,
-    image_options,
+    class_options,
     model_identity,
 )
 from workers.weights.channel import fill_buckets
@@ -54,13 +54,16 @@ CHECK_LOG = "Check the server's log, and restart the server."
 def serve_command(settings: VllmSettings, limits: EngineLimits) -> str:
     """Return the command that starts the server for this configuration."""
     eager = " --enforce-eager" if settings.device_type == "cpu" else ""
-    only_text = " --language-model-only" if image_options(settings) else ""
+    options = class_options(settings)
+    of_class = " --language-model-only" if "language_model_only" in options else ""
+    if generation := options.get("override_generation_config"):
+        of_class += f" --override-generation-config '{json.dumps(generation)}'"
     return (
         "VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 python -m "
         f"vllm.entrypoints.openai.api_server --model {settings.model_path} --tokens-only "
         f"--no-async-scheduling --load-format dummy --dtype {settings.dtype} --max-model-len "
         f"{limits.prompt_width + limits.response_width} --worker-extension-cls {EXTENSION}"
-        f"{only_text}{eager}"
+        f"{of_class}{eager}"
     )
 
 

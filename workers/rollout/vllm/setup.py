@@ -6,6 +6,7 @@ This module does not import vLLM.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -193,7 +194,7 @@ class ExpectedWeights:
     checkpoint: CheckpointFormat
     """Converts weights to the format of checkpoints, which vLLM's loaders expect."""
     unread: frozenset[str] = frozenset()
-    """Weights that vLLM does not load: those of towers, if it reads only text."""
+    """Weights that vLLM does not load: those of towers, or their layers that nothing reads."""
 
     @property
     def num_elements(self) -> int:
@@ -206,23 +207,43 @@ def no_choices_of(model_path: str) -> Tensor:
     return Routers(meta_class(read_hf_config(model_path))).no_choices
 
 
-def image_options(settings: VllmSettings) -> dict[str, Any]:
-    """Return vLLM's options for a class with towers: to read images, or only text."""
-    config = read_hf_config(settings.model_path)
-    if config.get_text_config() is config:
-        return {}
-    if not settings.reads_images:
-        return {"language_model_only": True}
+def check_model(model_path: str, reads_images: bool, device_type: str, dtype: str) -> None:
+    """Reject a model that vLLM starts, but whose log-probs it cannot compute here."""
+    config = read_hf_config(model_path)
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    if "linear_attention" in layers and device_type == "cpu" and dtype != "bfloat16":
+        raise ConfigError(
+            f"{NAME}=vllm: on CPUs, vLLM computes the linear attention of {config.model_type!r} "
+            f"only in bfloat16, but {OURS['dtype']}={dtype}. Set {OURS['dtype']}=bfloat16, or "
+            f"{NAME}=hf."
+        )
+    if not reads_images:
+        return
     from workers.models.image_input import ImageInput
     from workers.models.images import image_reader
 
-    if ImageInput(meta_class(config), image_reader(settings.model_path)).looks_ahead:
+    if ImageInput(meta_class(config), image_reader(model_path)).looks_ahead:
         raise ConfigError(
             f"{NAME}=vllm: the images of model type {config.model_type!r} are not supported, "
             f"because their tokens attend to later ones. Set {NAME}=hf, or data.image_key=null to "
             "leave out the images."
         )
-    return {"limit_mm_per_prompt": {"video": 0, "audio": 0}, "mm_device_do_normalize": False}
+
+
+def class_options(settings: VllmSettings) -> dict[str, Any]:
+    """Return vLLM's options for a class with towers: to read images, or only text."""
+    config = read_hf_config(settings.model_path)
+    check_model(settings.model_path, settings.reads_images, settings.device_type, settings.dtype)
+    options: dict[str, Any] = {}
+    if hasattr(text := config.get_text_config(), "attn_temperature_tuning"):  # off below 32,768
+        scales = {"attn_temperature_tuning": text.attn_temperature_tuning}
+        options["override_generation_config"] = scales
+    if text is config:
+        return options
+    if not settings.reads_images:
+        return options | {"language_model_only": True}
+    no_others = {"limit_mm_per_prompt": {"video": 0, "audio": 0}}
+    return options | no_others | {"mm_device_do_normalize": False}
 
 
 def expected_weights(model_path: str, reads_images: bool = False) -> ExpectedWeights:
@@ -234,5 +255,19 @@ def expected_weights(model_path: str, reads_images: bool = False) -> ExpectedWei
     named = model.named_parameters(remove_duplicate=False)
     tied = {name: first[id(parameter)] for name, parameter in named if name not in shapes}
     vocab_size = model.config.get_text_config().vocab_size
-    unread = frozenset() if reads_images else frozenset(tower_weights(model))
-    return ExpectedWeights(shapes, tied, vocab_size, CheckpointFormat(model), unread)
+    unread = frozenset(_after_features(model) if reads_images else tower_weights(model))
+    return ExpectedWeights(shapes, tied, vocab_size, CheckpointFormat(model, lambda: True), unread)
+
+
+def _after_features(model: Any) -> set[str]:
+    """Return the weights of a tower's layers after the last one whose features the model reads."""
+    chosen = getattr(model.config, "vision_feature_layer", None)
+    if chosen is None:
+        return set()
+    depth = model.config.vision_config.num_hidden_layers
+    chosen = [chosen] if isinstance(chosen, int) else chosen
+    num_read = max(layer % (depth + 1) for layer in chosen)  # 0: the embeddings
+    names = [name for name, _ in named_state(model)]
+    layers = {name: re.search(r"vision_tower\..*layers\.(\d+)\.", name) for name in names}
+    unread = {name for name, layer in layers.items() if layer and int(layer[1]) >= num_read}
+    return unread | {name for name in names if unread and ".post_layernorm." in name}

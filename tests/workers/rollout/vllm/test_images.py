@@ -24,10 +24,14 @@ from workers.models.images import ImageReader
 from workers.models.state import named_state
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample, sample_seed
-from workers.rollout.vllm.setup import VllmSettings, image_options
+from workers.rollout.vllm.setup import VllmSettings, class_options
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-LIMITS = EngineLimits(prompt_width=192, response_width=12, max_num_seqs=4, kv_cache_gib=1.0)
+FAMILIES = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "idefics3", "smolvlm"),
+    *("mistral3", "llama4", "gemma4"),
+)
+ATTENDS_AHEAD = ("gemma3", "gemma4_large")
+LIMITS = EngineLimits(prompt_width=448, response_width=12, max_num_seqs=4, kv_cache_gib=1.0)
 
 
 def engine_of(folder: Path, reads_images: bool, response_width: int = 12) -> RolloutEngine:
@@ -53,7 +57,7 @@ def samples_of(case: Case, rows: list[int]) -> list[Sample]:
 def difference(case: Case, engine: Any, rows: list[int]) -> float:
     """Return the largest difference from the log-probs of transformers."""
     samples = samples_of(case, rows)
-    sampling = SamplingParams(max_tokens=12, stop_token_ids=(1, case.reader.token_id))
+    sampling = SamplingParams(max_tokens=12, stop_token_ids=(1, *case.reader.stop_ids))
     largest = 0.0
     for number, sample in enumerate(engine.generate(samples, sampling)):
         row = rows[number // 2]
@@ -69,7 +73,7 @@ def difference(case: Case, engine: Any, rows: list[int]) -> float:
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("family", "reads_images"),
-    [*product(FAMILIES, (False, True)), ("gemma3", False)],
+    [*product(FAMILIES, (True,)), *product(("qwen3_vl", "llama4", *ATTENDS_AHEAD), (False,))],
 )
 def test_log_probs_equal_those_of_transformers_after_each_sync(
     family: str, reads_images: bool, tmp_path: Path
@@ -135,20 +139,30 @@ def test_ids_that_vllm_would_expand_again_are_an_error_that_names_the_sample(
     engine.close()
 
 
+BFLOAT16 = "actor_rollout_ref.rollout.dtype=bfloat16"
+
+
 @pytest.mark.vllm
-@pytest.mark.parametrize("more", [(), ("actor_rollout_ref.model.lora_rank=4",)])
+@pytest.mark.parametrize(
+    ("family", "more", "error"),
+    [
+        ("qwen2_5_vl", (), 1e-3),
+        ("qwen2_5_vl", ("actor_rollout_ref.model.lora_rank=4",), 1e-3),
+        ("qwen3_5", (BFLOAT16,), 0.05),
+    ],
+)
 def test_a_run_on_vllm_has_the_probabilities_of_the_trainer(
-    more: tuple[str, ...], tmp_path: Path
+    family: str, more: tuple[str, ...], error: float, tmp_path: Path
 ) -> None:
     rows = write_rows(tmp_path)
-    model = write_model("qwen2_5_vl", tmp_path / "model", for_vllm=True)
+    model = write_model(family, tmp_path / "model", for_vllm=True)
     cache = "actor_rollout_ref.rollout.kv_cache_gib=1"
     settings = ("actor_rollout_ref.rollout.name=vllm", "placement=colocate", cache, *more)
     run(load_config(overrides(rows, model, tmp_path / "run", *settings)))
     steps = lines(tmp_path / "run")
     assert len(steps) == 2
     for step in steps:
-        assert step["training/rollout_probs_diff_max"] < 1e-3
+        assert step["training/rollout_probs_diff_max"] < error
         assert step["actor/grad_norm"] > 0
 
 
@@ -161,11 +175,28 @@ def test_an_engine_for_text_rejects_images(tmp_path: Path, monkeypatch: pytest.M
         engine.submit([sample], SamplingParams(max_tokens=2, stop_token_ids=(1,)))
 
 
-def test_images_whose_tokens_attend_to_later_ones_are_rejected(tmp_path: Path) -> None:
-    folder = str(write_model("gemma3", tmp_path))
-    assert image_options(VllmSettings(folder)) == {"language_model_only": True}
-    with pytest.raises(ConfigError, match="name=vllm: the images of model type 'gemma3'"):
-        image_options(VllmSettings(folder, reads_images=True))
+@pytest.mark.parametrize("family", [vision.case(family) for family in ATTENDS_AHEAD])
+def test_images_whose_tokens_attend_to_later_ones_are_rejected(family: str, tmp_path: Path) -> None:
+    folder = str(write_model(family, tmp_path))
+    assert class_options(VllmSettings(folder)) == {"language_model_only": True}
+    with pytest.raises(ConfigError, match="name=vllm: the images of model type 'gemma"):
+        class_options(VllmSettings(folder, reads_images=True))
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gemma3", "name=vllm: the images of model type 'gemma3' are not supported"),
+        ("qwen3_5", "linear attention of 'qwen3_5' only in bfloat16, but .*dtype=float32"),
+    ],
+)
+def test_check_rejects_what_vllm_cannot_compute(family: str, words: str, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path)
+    model = write_model(family, tmp_path / "model")
+    settings = ("actor_rollout_ref.rollout.name=vllm", "trainer.dry_run=true")
+    with pytest.raises(ConfigError, match=words):
+        run(load_config(overrides(rows, model, tmp_path / "run", *settings)))
 
 
 def test_rows_with_images_are_rejected_for_a_server(tmp_path: Path) -> None:
