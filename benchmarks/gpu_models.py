@@ -29,8 +29,8 @@ MOST_WORDS = 8192
 NUM_PROMPTS = 256
 
 
-def config_of(size: str, tiny: bool) -> Any:
-    """Return the configuration of a Qwen2."""
+def config_of(size: str, tiny: bool, num_layers: int = 0) -> Any:
+    """Return the configuration of a Qwen2, with its own number of layers by default."""
     from transformers import Qwen2Config
 
     width, mlp, layers, heads, key_heads, tied = TINY if tiny else QWEN2[size]
@@ -38,7 +38,7 @@ def config_of(size: str, tiny: bool) -> Any:
         vocab_size=VOCABULARY[tiny],
         hidden_size=width,
         intermediate_size=mlp,
-        num_hidden_layers=layers,
+        num_hidden_layers=num_layers or layers,
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         max_position_embeddings=4096,

@@ -45,6 +45,7 @@ from workers.training.microbatch import (
     detached,
     micro_batches,
     mini_batch,
+    on_host,
     spread,
 )
 from workers.training.model import Model
@@ -247,7 +248,8 @@ class TrainEngine(Model):
 
     def restored(self, rows: Rows, pass_outputs: PassOutputs, cuts: Cuts) -> RowColumns:
         """Return the outputs of micro-batches in the order of the rows."""
-        columns = {name: rows.restore(column, cuts) for name, column in pass_outputs.items()}
+        outputs = on_host(pass_outputs)
+        columns = {name: rows.restore(column, cuts) for name, column in outputs.items()}
         of_all: RowColumns = self.layers.from_last(columns)
         return of_all
 

@@ -163,7 +163,7 @@ class Rows:
         return len(next(iter(self.columns.values())))
 
     def restore(self, chunks: Sequence[Column], order: Sequence[Sequence[int]]) -> Column:
-        """Return the results `chunks` as one float32 column on the CPU, in the order of the rows.
+        """Return the results `chunks` (`on_host`) as one column, in the order of the rows.
 
         `order` has the row numbers of each chunk's micro-batch; rows in no micro-batch are zero.
         Ragged results become a column of the same kind as the response mask.
@@ -172,14 +172,14 @@ class Rows:
         if isinstance(chunks[0], Tensor):
             column = torch.cat([chunk for chunk in chunks if isinstance(chunk, Tensor)])
             result = torch.zeros((len(self.mask), *column.shape[1:]))
-            result[rows] = column.float().cpu()
+            result[rows] = column
             return result
 
         mask: RaggedTensor = self.columns["response_mask"]
         values = torch.zeros(len(mask.values))
         places = mask.with_values(torch.arange(len(values))).index_select(0, rows).values
         ragged = [chunk for chunk in chunks if isinstance(chunk, RaggedTensor)]
-        values[places] = torch.cat([chunk.values for chunk in ragged]).float().cpu()
+        values[places] = torch.cat([chunk.values for chunk in ragged])
         restored: RaggedTensor = mask.with_values(values)
         num_padded = len(self.mask) - len(self)
         if not isinstance(self.mask, RaggedTensor):
@@ -346,6 +346,24 @@ def _dummy(column: Column) -> Column:
         lengths = torch.zeros((1, *column.lengths.shape[1:]), dtype=torch.int64)
         return RaggedTensor(column.values[:0], lengths, column.width)
     return column.new_zeros((1, *column.shape[1:]))
+
+
+def on_host(outputs: PassOutputs) -> PassOutputs:
+    """Return the outputs in float32 on the CPU, which waits for the device only once."""
+    columns = [column for chunks in outputs.values() for column in chunks]
+    parts = [column.values if isinstance(column, RaggedTensor) else column for column in columns]
+    if not parts:
+        return outputs
+    flat = torch.cat([part.float().flatten() for part in parts]).cpu()
+    copies = iter(flat.split([part.numel() for part in parts]))
+
+    def copy_of(column: Column) -> Column:
+        part = next(copies)
+        if isinstance(column, RaggedTensor):
+            return column.with_values(part.view(column.values.shape))
+        return part.view(column.shape)
+
+    return {name: [copy_of(column) for column in chunks] for name, chunks in outputs.items()}
 
 
 def detached(column: Column) -> Column:

@@ -198,10 +198,11 @@ def guarded_step(
         local = [local_shard(gradient) for gradient in gradients]
         torch._foreach_mul_(local, (grad_clip / (norm + 1e-6)).clamp(max=1.0))
 
-    if torch.isfinite(norm):
+    size = float(norm)
+    if math.isfinite(size):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return float(norm)
+    return size
 
 
 def _num_shards(tensor: Tensor) -> int:

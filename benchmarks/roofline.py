@@ -1,0 +1,461 @@
+"""Predict the seconds of an H100 from the real program, without a GPU.
+
+    python benchmarks/roofline.py                  # every measured figure next to its prediction
+    python benchmarks/roofline.py --goals          # the MFU of 1.5B and 7B
+    python benchmarks/roofline.py --record         # the figures that tests/test_roofline.py guards
+    python benchmarks/roofline.py update 1.5b --compiled
+    python benchmarks/roofline.py log_probs 7b
+    python benchmarks/roofline.py decode 0.5b --rows 256
+
+The real worker runs on the meta device (`recorder`). A call prints its seconds, and by place: its
+operations, its waits for the device, and its copies to the device.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiled functions run as they are written
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from gpu_models import QWEN2, config_of
+from recorder import H100, Recorder, fused
+from sides import HERE, actor_worker, full_rows
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Job:
+    """An update of an actor, or its log-probs."""
+
+    size: str
+    rows: int = 32
+    prompt: int = 256
+    response: int = 768
+    tokens: int = 16384
+    compiled: bool = False
+    recomputes: bool = True
+    same_prompts: int = 1
+    """Rows that have the same prompt."""
+    shares: bool = True
+    layers: int = 0
+    """Layers instead of the model's own number."""
+
+
+class _Attention(torch.autograd.Function):
+    """Attention whose operations are recorded and not computed."""
+
+    @staticmethod
+    def forward(ctx: Any, recorder: Recorder, pairs: float, *states: Any) -> Any:
+        query, key, value = states
+        ctx.save_for_backward(query, key, value)
+        ctx.recorder, ctx.pairs = recorder, pairs
+        output = torch.empty_like(query)
+        flops = 4 * pairs * query.shape[1] * query.shape[2]
+        recorder.add("attention", states, [output], flops)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        states = ctx.saved_tensors
+        query = states[0]
+        grads = [torch.empty_like(part) for part in states]
+        flops = 10 * ctx.pairs * query.shape[1] * query.shape[2]
+        ctx.recorder.add("attention_backward", [*states, grad], grads, flops)
+        return None, None, *grads
+
+
+@contextmanager
+def on_meta(recorder: Recorder) -> Iterator[None]:
+    """Context in which models are built on the meta device, as they would be on a GPU."""
+    from workers.training import lm_head
+    from workers.training.attention import RowLayout, VarlenKernel
+
+    def attend(query: Any, key: Any, value: Any, *bounds: Any, **_: Any) -> Any:
+        pairs = sum(length * (length + 1) / 2 for length in bounds[0].lengths)
+        return _Attention.apply(recorder, pairs, query, key, value)
+
+    def with_lengths(layout: RowLayout) -> Any:
+        tensor = bounds(layout)
+        tensor.lengths = list(layout.lengths)
+        return tensor
+
+    kernel = VarlenKernel("flash attention", attend, torch.bfloat16, has_softcap=True)
+    bounds, rows_per_chunk = RowLayout.cu_seqlens.func, lm_head.rows_per_chunk
+    cached = cached_property(with_lengths)
+    cached.__set_name__(RowLayout, "cu_seqlens")
+    with ExitStack() as stack:
+        for target, new in {
+            "torch.optim.optimizer._get_fused_kernels_supported_devices": lambda: ["meta"],
+            "workers.training.build.find_kernel": lambda *_: (kernel, ""),
+            "workers.training.build.load_weights": move_buffers,
+            "workers.training.attention.RowLayout.cu_seqlens": cached,
+            "workers.training.parts.compile.all_reduce": lambda *_: False,
+            "workers.training.lm_head.rows_per_chunk": lambda config, words=None, _="": (
+                rows_per_chunk(config, words, "cuda")
+            ),
+        }.items():
+            stack.enter_context(patch(target, new))
+        yield
+
+
+def move_buffers(module: Any, *_: Any) -> None:
+    """Move the buffers of a module to the meta device, where its weights are."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(META)
+
+
+def actor(folder: Path, job: Job) -> Any:
+    """Return the actor of a job on the meta device; build and run it inside `on_meta`."""
+    from workers.config import ActorRolloutRefConfig, ModelConfig, OptimConfig, RolloutConfig
+
+    config = config_of(job.size, False, job.layers)
+    config.save_pretrained(folder / job.size)
+    model = ModelConfig(
+        path=str(folder / job.size),
+        random_init_seed=0,
+        compute_dtype="bfloat16",
+        compile="on" if job.compiled else "off",
+        enable_gradient_checkpointing=job.recomputes,
+        share_prefixes=job.shares,
+    )
+    policy = ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1))
+    policy.actor.optim = OptimConfig(lr=1e-5)
+    policy.actor.ppo_mini_batch_size = job.rows
+    policy.actor.use_dynamic_bsz = True
+    policy.actor.ppo_max_token_len_per_gpu = job.tokens
+    worker = actor_worker(policy, "cpu", job.prompt, job.response)
+    worker._device = META
+    worker.init_model(100)
+    return worker
+
+
+def rows(job: Job) -> Any:
+    """Return the rows of a job."""
+    from verl_like.batch.protocol import DataProto
+
+    columns = full_rows(
+        job.rows, job.prompt, job.response, range(6, 150_000), ("advantages", "old_log_probs"), -12
+    )
+    for name in ("input_ids", "prompts"):
+        prompts = columns[name][:, : job.prompt].view(-1, job.same_prompts, job.prompt)
+        prompts[:] = prompts[:, :1].clone()
+    return DataProto.from_dict(columns)
+
+
+def record(job: Job, call: str) -> Recorder:
+    """Return what an update, or a pass for log-probs, does on the device."""
+    recorder = Recorder()
+    with tempfile.TemporaryDirectory() as folder, on_meta(recorder):
+        with Recorder():  # a short pass through compiled layers asks for numbers
+            worker = actor(Path(folder), job)
+        data = rows(job)
+        with recorder:
+            worker.update_actor(data) if call == "update" else worker.compute_log_prob(data)
+    return recorder
+
+
+def decoded_token(size: str, num_rows: int, prompt: int, layers: int = 0) -> Recorder:
+    """Return what the native engine does for one more token of every row."""
+    from transformers import AutoModelForCausalLM
+
+    from workers.rollout.base import EngineLimits, SamplingParams
+    from workers.rollout.native.engine import NativeRolloutEngine
+    from workers.rollout.sample import Sample
+
+    with META:
+        config = config_of(size, False, layers)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    move_buffers(module)
+    recorders = []
+    with ExitStack() as stack:
+        for target, new in {
+            "workers.rollout.native.engine.check_decoding": lambda *_: None,
+            "workers.rollout.native.engine.agrees": lambda _: True,
+        }.items():
+            stack.enter_context(patch(target, new))
+        for num_tokens in (3, 4):
+            recorders.append(Recorder())
+            limits = EngineLimits(prompt, 512, max_num_seqs=num_rows)
+            engine = NativeRolloutEngine(module, limits, owns_weights=False)
+            engine.commit(0)
+            samples = [Sample([6] * prompt, key) for key in range(num_rows)]
+            with recorders[-1]:
+                engine.generate(samples, SamplingParams(max_tokens=num_tokens, stop_token_ids=()))
+    before, recorder = recorders
+    del recorder.operations[: len(before.operations)]
+    recorder.waits -= before.waits
+    recorder.copies -= before.copies
+    recorder.num_started -= before.num_started
+    return recorder
+
+
+def of_function(run: Callable[[], Any]) -> float:
+    """Return the milliseconds of the device for a function over tensors on the meta device."""
+    with Recorder() as recorder:
+        run()
+    return 1e3 * sum(operation.seconds(H100) for operation in recorder.operations)
+
+
+def sampled(**settings: Any) -> float:
+    """Return the milliseconds in which 256 rows of 152k words are sampled."""
+    from workers.rollout.base import SamplingParams
+    from workers.rollout.sampling import sample_tokens
+
+    logits = torch.empty(256, 151936, device=META)
+    noise = torch.empty(256, dtype=torch.float64, device=META)
+    sampling = SamplingParams(max_tokens=1, stop_token_ids=(), **settings)
+    return of_function(lambda: sample_tokens(logits, noise, sampling))
+
+
+def head_log_probs(compiled: bool, backward: bool) -> float:
+    """Return the milliseconds of log-probs and entropies of 1,024 positions and 152k words."""
+    from verl_like.tensor_ops import logprobs_and_entropy_from_logits
+
+    logits = torch.empty(1024, 151936, device=META, dtype=torch.bfloat16).requires_grad_()
+    labels = torch.empty(1024, dtype=torch.long, device=META)
+    with Recorder() as recorder:
+        numbers = logprobs_and_entropy_from_logits(
+            logits, labels, fused=compiled, inplace_backward=True
+        )
+        if backward:
+            numbers[0].sum().backward()
+    return 1e3 * sum(kernel.seconds(H100) for kernel in recorder.kernels(compiled))
+
+
+def needed_flops(job: Job) -> float:
+    """Return the operations of an update without recomputation."""
+    from workers.training import mfu
+
+    with tempfile.TemporaryDirectory() as folder, on_meta(Recorder()), Recorder():
+        worker = actor(Path(folder), job)
+    return mfu.needed_flops(worker.engine, rows(job), True)
+
+
+def seconds_of(job: Job, call: str = "update") -> float:
+    """Return the predicted seconds of a call."""
+    return record(job, call).seconds(H100, job.compiled)
+
+
+def update_us(size: str) -> float:
+    """Return the microseconds per token of a compiled update, from two and four layers."""
+    job = Job(size, rows=8, tokens=8192, compiled=True)
+    two, four = (seconds_of(replace(job, layers=count)) for count in (2, 4))
+    seconds = two + (four - two) / 2 * (QWEN2[size][2] - 2)
+    return 1e6 * seconds / (job.rows * (job.prompt + job.response))
+
+
+def head_in_slices() -> float:
+    """Return the seconds of the compiled update of 1.5B, as it was measured: with an eager head."""
+    kernels = fused(record(Job("1.5b"), "update").operations, "verl_like/tensor_ops")
+    return sum(kernel.seconds(H100) for kernel in kernels)
+
+
+def optimizer_ms(name: str) -> float:
+    """Return the milliseconds of the operations of this name in the optimizer's step."""
+    operations = record(Job("1.5b", rows=1, tokens=1024), "update").operations
+    return 1e3 * sum(op.seconds(H100) for op in operations if op.name.startswith(name))
+
+
+GROUPS = Job("1.5b", prompt=1024, response=512, same_prompts=8)
+SMALL = Job("0.5b", rows=8, tokens=4096)
+STEP = Job("0.5b", rows=256, prompt=384, response=510, same_prompts=4, compiled=True)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that an H100 measured (`benchmarks/README.md`), and its prediction."""
+
+    name: str
+    unit: str
+    measured: float
+    predict: Callable[[], float]
+    why_off: str = ""
+
+    def line(self) -> tuple[str, bool]:
+        """Return a line of the table, and whether the prediction is off without a reason."""
+        predicted = self.predict()
+        ratio = predicted / self.measured
+        is_off = abs(ratio - 1) > MOST_OFF
+        numbers = f"{self.measured:6.2f} {predicted:6.2f} {self.unit:2s} {ratio:5.2f}"
+        return f"{self.name:48s} {numbers} {self.why_off * is_off}", is_off and not self.why_off
+
+
+MOST_OFF = 0.2
+MEASURED = [
+    Figure("update of 1.5B, 32,768 tokens, eager", "s", 1.35, lambda: seconds_of(Job("1.5b"))),
+    Figure("the same, compiled, with an eager head", "s", 1.10, head_in_slices),
+    Figure(
+        "log-probs of 1.5B, 32,768 tokens",
+        "s",
+        0.38,
+        lambda: seconds_of(Job("1.5b"), "log_probs"),
+    ),
+    Figure("AdamW step of 1.5B", "ms", 18, lambda: optimizer_ms("_fused_adamw")),
+    Figure("gradient norm of 1.5B", "ms", 3, lambda: optimizer_ms("linalg_vector_norm")),
+    Figure("update of 0.5B, 8 rows, eager", "s", 0.47, lambda: seconds_of(SMALL)),
+    Figure(
+        "4 prompts of 1.5B x 8 rows, each row alone",
+        "s",
+        1.87,
+        lambda: seconds_of(replace(GROUPS, shares=False)),
+    ),
+    Figure(
+        "the same, prefixes shared",
+        "s",
+        1.58,
+        lambda: seconds_of(GROUPS),
+        "measured when prefixes were copied, and the gradients of copies sorted",
+    ),
+    Figure(
+        "update of a GRPO step of 0.5B, 64 x 4 rows",
+        "s",
+        3.6,
+        lambda: seconds_of(STEP),
+        "measured with an eager head, and rows of unlike lengths",
+    ),
+    Figure(
+        "token of 0.5B, native engine, 64 rows",
+        "ms",
+        11.8,
+        lambda: 1e3 * decoded_token("0.5b", 64, 128).seconds(H100),
+    ),
+    Figure(
+        "token of 0.5B, native engine, 256 rows",
+        "ms",
+        13.2,
+        lambda: 1e3 * decoded_token("0.5b", 256, 128).seconds(H100),
+    ),
+    Figure(
+        "generation of that GRPO step",
+        "s",
+        11.3,
+        lambda: 510 * decoded_token("0.5b", 256, 640).seconds(H100),
+        "the step took 22 ms per token where decoding alone took 13: not explained",
+    ),
+    Figure("sampling of 256 rows, plain", "ms", 0.7, sampled),
+    Figure(
+        "sampling of 256 rows, top-k",
+        "ms",
+        3.0,
+        lambda: sampled(top_k=50),
+        "topk reads its input several times",
+    ),
+    Figure("sampling of 256 rows, min-p", "ms", 1.7, lambda: sampled(min_p=0.05)),
+    Figure("sampling of 256 rows, top-p", "ms", 8.6, lambda: sampled(top_p=0.9)),
+    Figure(
+        "log-probs of 1,024 positions, eager",
+        "ms",
+        3.8,
+        lambda: head_log_probs(False, False),
+        "logsumexp reads its input twice",
+    ),
+    Figure("the same with gradients", "ms", 7.4, lambda: head_log_probs(False, True)),
+    Figure(
+        "log-probs of 1,024 positions, compiled", "ms", 0.6, lambda: head_log_probs(True, False)
+    ),
+    Figure(
+        "the same with gradients",
+        "ms",
+        1.3,
+        lambda: head_log_probs(True, True),
+        "the compiled gradient does not reach the bandwidth",
+    ),
+]
+
+
+def check() -> None:
+    """Print every measured figure next to its prediction; exit with 1 if one is off unexplained."""
+    unexplained = 0
+    print(f"{'':48s} measured predicted, ratio")
+    for figure in MEASURED:
+        line, is_unexplained = figure.line()
+        unexplained += is_unexplained
+        print(line, flush=True)
+    raise SystemExit(bool(unexplained))
+
+
+SIZES = ("0.5b", "1.5b", "7b")
+
+
+def record_guard() -> None:
+    """Write the figures that a test compares with."""
+    token = decoded_token("0.5b", 256, 128, layers=2)
+    figures = {
+        "update, us per token": {
+            size: round(update_us(size), 2) for size in ("0.5b", "1.5b", "7b")
+        },
+        "operations per token of two layers": token.num_started,
+    }
+    (HERE / "roofline.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+def goals() -> None:
+    """Print the seconds and the MFU of updates of 32,768 tokens."""
+    for size, recomputes in product(("1.5b", "7b"), (True, False)):
+        job = Job(size, compiled=True, recomputes=recomputes)
+        seconds = seconds_of(job)
+        mfu = needed_flops(job) / seconds / H100.peak
+        how = "recomputed" if recomputes else "not recomputed"
+        print(f"{size}, {how}: {seconds:.2f} s, MFU {mfu:.0%}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("call", choices=("update", "log_probs", "decode"), nargs="?")
+    parser.add_argument("size", choices=QWEN2, nargs="?")
+    parser.add_argument("--goals", action="store_true")
+    parser.add_argument("--record", action="store_true", help="write roofline.json")
+    for name in ("rows", "prompt", "response", "tokens", "same_prompts", "layers"):
+        default = getattr(Job, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    parser.add_argument("--compiled", action="store_true")
+    for name in ("recomputes", "shares"):
+        parser.add_argument(f"--no-{name}", dest=name, action="store_false")
+    options = vars(parser.parse_args())
+    call, wants_goals, wants_record = (options.pop(name) for name in ("call", "goals", "record"))
+    if wants_goals:
+        return goals()
+    if call is None and wants_record:
+        return record_guard()
+    if call is None:
+        return check()
+    job = Job(**options)
+    if call == "decode":
+        recorder = decoded_token(job.size, job.rows, job.prompt, job.layers)
+    else:
+        recorder = record(job, call)
+    kinds: Counter[str] = Counter()
+    places: Counter[tuple[str, str]] = Counter()
+    kernels = recorder.kernels(job.compiled)
+    for kernel in kernels:
+        kinds[kernel.kind] += kernel.seconds(H100)
+        places[kernel.place, kernel.name] += kernel.seconds(H100)
+    parts = ", ".join(f"{kind} {seconds:.4f}" for kind, seconds in kinds.items())
+    print(f"{recorder.seconds(H100, job.compiled):.4f} s; device: {parts}; {len(kernels)} kernels")
+    for (place, name), seconds in places.most_common(25):
+        print(f"{1e3 * seconds:8.1f} ms {name:28s} {place}")
+    for key, count in recorder.waits.most_common():
+        print("wait", count, *key)
+    for key, count in recorder.copies.most_common():
+        print("copy", count, key)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The roofline: what the device is predicted to do may not grow, and nothing waits in a pass."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests import ROOT
+from tests.conftest import load
+
+TOLERANCE = 1.02
+
+
+@pytest.fixture(scope="module")
+def roofline() -> Iterator[ModuleType]:
+    with patch.dict(os.environ):  # it turns compilation off
+        yield load("benchmarks/roofline.py")
+
+
+@pytest.fixture(scope="module")
+def recorded() -> Any:
+    return json.loads((ROOT / "benchmarks/roofline.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("size", ["0.5b", "1.5b", "7b"])
+def test_the_predicted_time_of_a_token_does_not_grow(
+    roofline: ModuleType, recorded: Any, size: str
+) -> None:
+    assert roofline.update_us(size) <= TOLERANCE * recorded["update, us per token"][size]
+
+
+def test_a_decoded_token_starts_no_more_operations(roofline: ModuleType, recorded: Any) -> None:
+    token = roofline.decoded_token("0.5b", 256, 128, layers=2)
+    assert token.num_started <= recorded["operations per token of two layers"]
+    assert sum(token.waits.values()) <= 2
+
+
+def test_an_update_waits_for_the_device_only_between_passes(roofline: ModuleType) -> None:
+    job = roofline.Job("0.5b", rows=8, tokens=2048, layers=2)
+    update, log_probs = roofline.record(job, "update"), roofline.record(job, "log_probs")
+    places = [place.split(":")[0] for _, place in update.waits]
+    assert sum(update.waits.values()) <= 6
+    assert not {"workers/training/passes.py", "workers/training/lm_head.py"} & {*places}
+    twice = roofline.record(replace(job, tokens=1024), "update")
+    assert twice.waits.total() == update.waits.total(), "waits grow with the number of passes"
+    assert log_probs.waits.total() == 1
+
+
+def test_no_gradient_of_shared_prefixes_is_sorted(roofline: ModuleType) -> None:
+    job = roofline.Job("0.5b", rows=8, same_prompts=4, layers=2)
+    operations = roofline.record(job, "update").operations
+    alone = roofline.record(replace(job, shares=False), "update").operations
+    assert sum(op.flops for op in operations) < 0.9 * sum(op.flops for op in alone)
+    assert not [op.name for op in operations if op.kind == "sorts"]
+
+
+def test_neighbors_without_a_product_are_one_kernel(roofline: ModuleType) -> None:
+    meta = torch.device("meta")
+    a, b = (torch.empty(64, 64, device=meta) for _ in range(2))
+    with roofline.Recorder() as recorder:
+        c = ((a + b) * 2).relu()
+        d = c @ a
+        (d + 1).sum().item()
+    kernels = recorder.kernels(compiled=True)
+    assert [kernel.name for kernel in kernels] == ["fused", "mm.default", "fused"]
+    assert [kernel.bytes for kernel in kernels] == [3 * 64 * 64 * 4] * 2 + [64 * 64 * 4]
+    assert recorder.waits.total() == 1
