@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -82,28 +81,30 @@ class _Attention(torch.autograd.Function):
 @contextmanager
 def on_meta(recorder: Recorder) -> Iterator[None]:
     """Context in which models are built on the meta device, as they would be on a GPU."""
-    from workers.training import lm_head
-    from workers.training.attention import RowLayout, VarlenKernel
+    from workers.training import attention, lm_head
+    from workers.training.attention import VarlenKernel
 
-    def attend(query: Any, key: Any, value: Any, *bounds: Any, **_: Any) -> Any:
-        pairs = sum(length * (length + 1) / 2 for length in bounds[0].lengths)
+    def attend(*states: Any, **_: Any) -> Any:
+        query, key, value, bounds, key_bounds, *_ = states
+        pairs = sum(
+            count * (keys - count) + count * (count + 1) / 2
+            for count, keys in zip(bounds.lengths, key_bounds.lengths, strict=True)
+        )
         return _Attention.apply(recorder, pairs, query, key, value)
 
-    def with_lengths(layout: RowLayout) -> Any:
-        tensor = bounds(layout)
-        tensor.lengths = list(layout.lengths)
+    def with_lengths(lengths: Any, device: Any) -> Any:
+        tensor = bounds(lengths, device)
+        tensor.lengths = list(lengths)
         return tensor
 
     kernel = VarlenKernel("flash attention", attend, torch.bfloat16, has_softcap=True)
-    bounds, rows_per_chunk = RowLayout.cu_seqlens.func, lm_head.rows_per_chunk
-    cached = cached_property(with_lengths)
-    cached.__set_name__(RowLayout, "cu_seqlens")
+    bounds, rows_per_chunk = attention._bounds, lm_head.rows_per_chunk
     with ExitStack() as stack:
         for target, new in {
             "torch.optim.optimizer._get_fused_kernels_supported_devices": lambda: ["meta"],
             "workers.training.build.find_kernel": lambda *_: (kernel, ""),
             "workers.training.build.load_weights": move_buffers,
-            "workers.training.attention.RowLayout.cu_seqlens": cached,
+            "workers.training.attention._bounds": with_lengths,
             "workers.training.parts.compile.all_reduce": lambda *_: False,
             "workers.training.lm_head.rows_per_chunk": lambda config, words=None, _="": (
                 rows_per_chunk(config, words, "cuda")

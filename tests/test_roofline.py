@@ -55,7 +55,7 @@ def test_an_update_waits_for_the_device_only_between_passes(roofline: ModuleType
 
 
 def test_no_gradient_of_shared_prefixes_is_sorted(roofline: ModuleType) -> None:
-    job = roofline.Job("0.5b", rows=8, same_prompts=4, layers=2)
+    job = roofline.Job("0.5b", 8, prompt=1024, response=256, same_prompts=4, layers=2)
     operations = roofline.record(job, "update").operations
     alone = roofline.record(replace(job, shares=False), "update").operations
     assert sum(op.flops for op in operations) < 0.9 * sum(op.flops for op in alone)

@@ -11,7 +11,9 @@ soft-capping, rows of similar length are padded on the right and computed as one
 of its row. The time therefore depends on the number of real tokens, on every device.
 
 Rows that share a prefix, such as samples of one prompt, can share its tokens: all layers compute it
-once, and only attention sees a copy in every row (`workers.training.prefixes`).
+once (`workers.training.prefixes`). FlashAttention then gets rows with more keys than queries, and
+only keys and values are copied to every row. Rectangles hold copies of all states, because they
+need equally many queries and keys.
 
 If several ranks share the tokens of a row (`workers.parallel.sequence`), the layout describes the
 whole row and includes the group of ranks, and the attention of every layer communicates within this
@@ -37,12 +39,13 @@ from workers.parallel.sequence import SequenceRanks
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in the attention interface of transformers."""
 Attend = Callable[..., Tensor]
-"""(query, key, value, bounds, bounds, longest, longest; scale, left, cap) -> output.
+"""(query, key, value, bounds, key bounds, longest, most keys; scale, left, cap) -> output.
 
 Query, key, value and output are [tokens, heads, size]; there may be fewer key heads than query
-heads. `bounds` are the starts of the rows and the end of the last row; `longest` is the length of
-the longest row. A token attends to itself and to the `left` tokens before it, or to all tokens
-before it if `left` is -1. Scores are soft-capped at `cap`; 0 means no cap.
+heads. `bounds` are the starts of the rows' queries and the end of the last row; `longest` is the
+largest number of queries of a row. The queries of a row are its last tokens. A token attends to
+itself and to the `left` tokens before it, or to all tokens before it if `left` is -1. Scores are
+soft-capped at `cap`; 0 means no cap.
 """
 LARGEST_HEAD = 256
 """Largest head size that FlashAttention supports. Head sizes must also be multiples of 8."""
@@ -86,35 +89,68 @@ class Rectangle:
         return cls(num_tokens, len(lengths), width, *places)
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Copies of shared tokens: a prefix of several rows is computed once, and every row attends to
-    its own copy.
-    """
-
-    sources: Tensor
-    """For each token of the rows, its position among the computed tokens."""
-    results: Tensor
-    """For each computed token, the position of one of its copies in the rows."""
-
-    def of(self, states: Tensor) -> Tensor:
-        """Copy computed states to all tokens of the rows."""
-        if states.is_cuda:  # its gradient is a sum in a fixed order; `index_select` has atomic adds
-            return states[self.sources]
-        return states.index_select(0, self.sources)
-
-
 class RowLayout:
-    """Positions of the rows in a packed row, as bounds or as rectangles, computed lazily."""
+    """Positions of the rows in a packed row, as bounds or as rectangles, computed lazily.
+
+    With `shared`, the first `shared[i]` tokens of row i are computed as those of the row before it.
+    """
 
     def __init__(
         self,
         lengths: Sequence[int],
         device: torch.device,
         ranks: SequenceRanks | None = None,
-        copies: Copies | None = None,
+        shared: Sequence[int] | None = None,
     ) -> None:
-        self.lengths, self.device, self.ranks, self.copies = lengths, device, ranks, copies
+        self.lengths, self.device, self.ranks, self.shared = lengths, device, ranks, shared
+
+    @cached_property
+    def queries(self) -> list[int]:
+        """Number of tokens that are computed for each row."""
+        if self.shared is None:
+            return [*self.lengths]
+        return [length - first for length, first in zip(self.lengths, self.shared, strict=True)]
+
+    @cached_property
+    def numbers(self) -> list[Tensor]:
+        """For each row, the numbers of its tokens among the computed ones."""
+        rows = [*torch.arange(sum(self.queries)).split(self.queries)]
+        for row, first in enumerate(self.shared or ()):
+            if first:
+                rows[row] = torch.cat([rows[row - 1][:first], rows[row]])
+        return rows
+
+    @cached_property
+    def sources(self) -> Tensor:
+        """For each token of the rows, its number among the computed tokens."""
+        return to_device(torch.cat(self.numbers), self.device)
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """Start of the queries of each row, and end of the last, [rows + 1]."""
+        return _bounds(self.queries, self.device)
+
+    @cached_property
+    def key_bounds(self) -> Tensor:
+        """Start of the keys of each row, and end of the last, [rows + 1]."""
+        return _bounds(self.lengths, self.device) if self.shared else self.bounds
+
+    @cached_property
+    def copied(self) -> tuple[RowLayout, Tensor, Tensor]:
+        """Whole rows, the longest first, for rectangles of similar rows.
+
+        Returns their layout; for each of their tokens its number among the computed tokens; and for
+        each computed token its position in the row that it was computed for.
+        """
+        assert self.shared is not None, "without shared prefixes, rows are whole"
+        order = sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row])
+        sources = torch.cat([self.numbers[row] for row in order])
+        is_own = torch.cat([torch.arange(self.lengths[row]) >= self.shared[row] for row in order])
+        own = is_own.nonzero().squeeze(1)
+        results = torch.empty_like(own)
+        results[sources[own]] = own
+        layout = RowLayout([self.lengths[row] for row in order], self.device)
+        return layout, to_device(sources, self.device), to_device(results, self.device)
 
     @cached_property
     def rectangles(self) -> list[Rectangle]:
@@ -133,16 +169,41 @@ class RowLayout:
             shortest, longest = low, high
         return [*rectangles, Rectangle.of(lengths[first:], self.device)]
 
-    @cached_property
-    def cu_seqlens(self) -> Tensor:
-        """Start of each row and end of the last, [rows + 1]."""
-        ends = torch.tensor([0, *self.lengths]).cumsum(dim=0, dtype=torch.int32)
-        return to_device(ends, self.device)
 
-    @property
-    def max_len(self) -> int:
-        """Number of tokens of the longest row."""
-        return max(self.lengths)
+def _bounds(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return to_device(torch.tensor([0, *lengths]).cumsum(dim=0, dtype=torch.int32), device)
+
+
+class _WholeRows(torch.autograd.Function):
+    """Copy the computed states [tokens, heads, size] to all tokens of the rows.
+
+    The gradient of a shared token is a sum over its rows, the last row first, so it has the same
+    bits in every run. Indexing would sort the tokens on a GPU, or add them up in any order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, layout: RowLayout) -> Tensor:
+        ctx.layout = layout
+        return states.index_select(0, layout.sources)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        layout: RowLayout = ctx.layout
+        rows = zip(grad.split(list(layout.lengths)), layout.shared or (), strict=True)
+        parts: list[Tensor] = []
+        later = grad[:0].to(torch.promote_types(grad.dtype, torch.float32))
+        for row, first in [*rows][::-1]:
+            # `later` has the gradients of this row's first tokens from the rows after it
+            count = len(later)
+            later = later + row[:count]
+            own = row[max(first, count) :]
+            if count > first:
+                own = torch.cat([later[first:].to(grad.dtype), own])
+            parts.append(own)
+            later = later[:first]
+            if first > count:
+                later = torch.cat([later, row[count:first].to(later.dtype)])
+        return torch.cat(parts[::-1]), None
 
 
 @dataclass(frozen=True)
@@ -163,8 +224,7 @@ class VarlenKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        bounds: Tensor,
-        longest: int,
+        layout: RowLayout,
         *,
         scaling: float | None = None,
         window: int | None = None,
@@ -181,8 +241,9 @@ class VarlenKernel:
             # call `pad` only if it is needed, because it always copies
             if missing := size - part.shape[-1]:
                 states[number] = pad(part, (0, missing))
-        left = -1 if window is None or window >= longest else window - 1
-        rows = bounds, bounds, longest, longest
+        longest, most_keys = max(layout.queries), max(layout.lengths)
+        left = -1 if window is None or window >= most_keys else window - 1
+        rows = layout.bounds, layout.key_bounds, longest, most_keys
         output = self.attend(*states, *rows, scale=scale, left=left, cap=softcap or 0.0)
         return output[..., : value.shape[-1]].to(value.dtype)
 
@@ -217,14 +278,23 @@ def packed_attention(
         raise TypeError(f"{type(module).__name__} builds its own attention mask")
 
     query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+    is_plain = s_aux is None and local.chunk is None
+    if kernel is not None and not (is_plain and kernel.takes(query, softcap)):
+        kernel = None
+    results: Tensor | None = None
+    if row_layout.shared is not None and kernel is not None:
+        key, value = (_WholeRows.apply(states, row_layout) for states in (key, value))  # type: ignore[no-untyped-call]
+    elif row_layout.shared is not None:
+        row_layout, sources, results = row_layout.copied
+        query, key, value = (states.index_select(0, sources) for states in (query, key, value))
+
     attend: Callable[..., Tensor] = _LayerAttention(row_layout, kernel, scaling, local, softcap)
     if row_layout.ranks is not None:
         output = row_layout.ranks.attend(query, key, value, s_aux, attend)
-    elif row_layout.copies is not None:
-        copies = (row_layout.copies.of(states) for states in (query, key, value))
-        output = attend(*copies, s_aux, None).index_select(0, row_layout.copies.results)
     else:
         output = attend(query, key, value, s_aux, None)
+    if results is not None:
+        output = output.index_select(0, results)
     return output.unsqueeze(0), None  # contiguous, because some models take a view of it
 
 
@@ -234,6 +304,7 @@ class _LayerAttention:
 
     layout: RowLayout
     kernel: VarlenKernel | None
+    """A kernel that has all features of the layer, or None."""
     scale: float | None
     local: LocalMask
     softcap: float | None
@@ -244,21 +315,18 @@ class _LayerAttention:
         """Return [tokens, heads, size] for all rows, or for the tokens at `places` (ascending)."""
         if places is not None:
             return self._of_places(query, key, value, sinks, places)
-        layout, kernel, local = self.layout, self.kernel, self.local
-        is_plain = sinks is None and local.chunk is None
-        if kernel is not None and kernel.takes(query, self.softcap) and is_plain:
-            return kernel(
+        if self.kernel is not None:
+            return self.kernel(
                 query,
                 key,
                 value,
-                layout.cu_seqlens,
-                layout.max_len,
+                self.layout,
                 scaling=self.scale,
-                window=local.window,
+                window=self.local.window,
                 softcap=self.softcap,
             )
 
-        rectangles = layout.rectangles
+        rectangles = self.layout.rectangles
         sizes = [rectangle.num_tokens for rectangle in rectangles]
         states = (part.split(sizes) for part in (query, key, value))
         outputs = [

@@ -14,15 +14,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
 from workers.columns import IMAGES
 from workers.models.routing import COLUMN as ROUTED
-from workers.parallel.offload import to_device
-from workers.training.attention import Copies, RowLayout
+from workers.training.attention import RowLayout
 
 COST_OF_COPY = 0.25
 """Cost of a copy of a shared token, in tokens of the budget: attention stores its states."""
@@ -91,23 +89,7 @@ def share_prefixes(
     if sum(shared) <= SMALLEST_SHARE * sum(lengths):
         return None
 
-    # [rows, longest]: the index of the computed token, which is in the last row so far that has its
-    # own
-    columns = np.arange(max(lengths))
-    owns = (columns >= np.array(shared)[:, None]) & (columns < np.array(lengths)[:, None])
-    numbers = np.where(owns, owns.cumsum().reshape(owns.shape) - 1, -1)
-    numbers = np.maximum.accumulate(numbers, axis=0)
-
-    # attention is computed for rows of similar length
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    sources = torch.from_numpy(np.concatenate([numbers[row, : lengths[row]] for row in order]))
-    is_own = np.concatenate([owns[row, : lengths[row]] for row in order])
-    copies = torch.from_numpy(is_own.nonzero()[0])
-    results = torch.empty_like(copies)
-    results[sources[copies]] = copies
-    layout = RowLayout(
-        [lengths[row] for row in order],
-        device,
-        copies=Copies(to_device(sources, device), to_device(results, device)),
+    computed = torch.cat(
+        [torch.arange(length) >= first for length, first in zip(lengths, shared, strict=True)]
     )
-    return SharedPrefixes(torch.from_numpy(owns[columns < np.array(lengths)[:, None]]), layout)
+    return SharedPrefixes(computed, RowLayout(lengths, device, shared=shared))

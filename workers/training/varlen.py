@@ -80,15 +80,15 @@ def flash_attn_kernel(function: Callable[..., Any], unbounded: int | None = -1) 
     """Return attention by a `flash_attn_varlen_func` of any version."""
 
     def attend(*rows: Any, scale: float, left: int, cap: float) -> Tensor:
-        query, key, value, bounds, _, longest, _ = rows
+        query, key, value, bounds, key_bounds, longest, most_keys = rows
         output = function(
             query,
             key,
             value,
             cu_seqlens_q=bounds,
-            cu_seqlens_k=bounds,
+            cu_seqlens_k=key_bounds,
             max_seqlen_q=longest,
-            max_seqlen_k=longest,
+            max_seqlen_k=most_keys,
             causal=True,
             softmax_scale=scale,
             window_size=(unbounded, 0) if left < 0 else (left, 0),
@@ -191,15 +191,22 @@ def _checked(
 def largest_error(
     kernel: VarlenKernel, device: torch.device, head_size: int = 64, softcap: float | None = None
 ) -> float:
-    """Return the largest error of outputs and gradients on short rows, relative to rectangles."""
-    layout, heads = RowLayout([3, 1, 40], device), (4, 2, 2)
+    """Return the largest error of outputs and gradients on short rows, relative to rectangles.
+
+    The last of these rows shares its first tokens with the row before it.
+    """
+    heads = (4, 2, 2)
     generator = torch.Generator().manual_seed(0)
     states = [
         torch.randn(1, count, 44, head_size, generator=generator).to(device, kernel.dtype)
         for count in heads
     ]
     errors = []
-    for window in (None, 7):
+    for window, layout in (
+        (None, RowLayout([3, 1, 40], device)),
+        (7, RowLayout([3, 1, 40], device)),
+        (None, RowLayout([3, 30, 20], device, shared=[0, 0, 9])),
+    ):
         results = []
         settings: Any = {"row_layout": layout, "sliding_window": window, "softcap": softcap}
         for kernel_or_none in (kernel, None):

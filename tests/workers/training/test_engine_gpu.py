@@ -17,6 +17,7 @@ from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.ragged import RaggedTensor
 from workers.roles.actor import ActorWorker
+from workers.training import attention
 from workers.training.attention import RowLayout, VarlenKernel, packed_attention
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.packing import RowPasses
@@ -133,6 +134,6 @@ def test_gradients_of_shared_prefixes_are_summed_in_a_fixed_order() -> None:
     weights = torch.randn(40, 64, device="cuda")
     sums = []
     for _ in range(20):
-        copies = feed.inputs["row_layout"].copies.of(states)
+        copies = attention._WholeRows.apply(states, feed.inputs["row_layout"])
         sums.append(torch.autograd.grad((copies * weights).sum(), states)[0])
     assert all(torch.equal(total, sums[0]) for total in sums)

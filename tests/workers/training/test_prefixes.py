@@ -79,11 +79,15 @@ def test_a_pass_computes_every_prefix_once() -> None:
     assert feed.reads.tolist() == [4, 6, 8, 10]
 
     layout = feed.inputs["row_layout"]
-    assert layout.lengths == [6, 5, 4, 2], "the longest first, for attention"
-    copies = feed.inputs["input_ids"][0][layout.copies.sources].split(layout.lengths)
+    assert (layout.lengths, layout.queries) == ([5, 6, 4, 2], [5, 2, 2, 2])
+    whole = feed.inputs["input_ids"][0][layout.sources].split(layout.lengths)
+    assert [row.tolist() for row in whole] == rows
+
+    copied, sources, results = layout.copied
+    assert copied.lengths == [6, 5, 4, 2], "the longest first, for rectangles"
+    copies = feed.inputs["input_ids"][0][sources].split(copied.lengths)
     assert [row.tolist() for row in copies] == [rows[1], rows[0], rows[2], rows[3]]
-    computed = torch.arange(11)
-    assert layout.copies.of(computed)[layout.copies.results].equal(computed)
+    assert sources[results].equal(torch.arange(11))
 
 
 def test_tokens_that_are_read_are_not_shared() -> None:

@@ -25,7 +25,7 @@ from tests.workers.varlen_kernels import (
 )
 from workers.models import attention as model_attention
 from workers.roles.actor import ActorWorker
-from workers.training import build, varlen
+from workers.training import attention, build, varlen
 from workers.training.attention import RowLayout, VarlenKernel, describe, packed_attention
 from workers.training.varlen import find_kernel, flash_attn_kernel, torch_varlen_kernel
 
@@ -85,13 +85,54 @@ def test_a_kernel_matches_rectangles(
     lengths, results = [9, 8, 3, 1, 40], []
     shapes = (4, size), (2, size), (2, value_size)
     states = [torch.randn(1, heads, sum(lengths), width) for heads, width in shapes]
-    for attention in (kernel, None):
+    for kernel_or_none in (kernel, None):
         leaves = [state.clone().requires_grad_() for state in states]
         layout = RowLayout(lengths, CPU)
-        output = attended(leaves, layout, attention, scaling=0.3, sliding_window=window)
+        output = attended(leaves, layout, kernel_or_none, scaling=0.3, sliding_window=window)
         results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_kernel_attends_to_shared_prefixes_as_rows_alone_do(
+    kernel: VarlenKernel, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    lengths, shared = [9, 12, 11, 30, 4, 7], [0, 5, 5, 8, 3, 4]
+    layout = RowLayout(lengths, CPU, shared=shared)
+    states = [torch.randn(1, heads, sum(layout.queries), 16) for heads in (4, 2, 2)]
+    results = []
+    for kernel_or_none in (kernel, None):
+        leaves = [state.clone().requires_grad_() for state in states]
+        output = attended(leaves, layout, kernel_or_none, scaling=0.3, sliding_window=window)
+        results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    leaves = [state.clone().requires_grad_() for state in states]
+    rows = [leaf[:, :, layout.sources] for leaf in leaves]
+    output = attended(rows, RowLayout(lengths, CPU), None, scaling=0.3, sliding_window=window)
+    own = [torch.arange(n) >= first for n, first in zip(lengths, shared, strict=True)]
+    output = output[:, torch.cat(own)]
+    results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
+    for ours, rectangles, alone in zip(*results, strict=True):
+        for other in (ours, rectangles):
+            assert (other - alone).abs().max() <= 1e-6 * alone.abs().max()
+
+
+def test_a_kernel_that_aligns_queries_with_the_first_keys_is_not_used() -> None:
+    def from_the_left(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **rest: Any) -> Any:
+        counts = rest["cu_seqlens_q"].diff().tolist()
+        rows = (part.split(rest["cu_seqlens_k"].diff().tolist()) for part in (k, v))
+        k, v = (
+            torch.cat([row[:count] for row, count in zip(part, counts, strict=True)])
+            for part in rows
+        )
+        bounds = {"cu_seqlens_k": rest["cu_seqlens_q"], "max_seqlen_k": rest["max_seqlen_q"]}
+        return flash_attn_varlen_func(q, k, v, **rest | bounds)
+
+    kernel = VarlenKernel("old", flash_attn_kernel(from_the_left), FLOAT32)
+    assert varlen.largest_error(kernel, CPU) > varlen.LARGEST_ERROR
+    assert varlen.largest_error(FLASH, CPU) < 1e-5
 
 
 def test_states_are_cast_to_the_kernel_s_type_and_the_output_back() -> None:
@@ -140,7 +181,7 @@ def test_scores_are_capped_by_a_kernel_or_in_rectangles(
         if is_twin:
             query, key, value = (leaf[0].transpose(0, 1) for leaf in leaves)
             sizes = (-1 if window is None else window - 1, 0)
-            output = reference(query, key, value, layout.cu_seqlens, scale, sizes, cap)[None]
+            output = reference(query, key, value, layout.bounds, scale, sizes, cap)[None]
         else:
             settings = {"scaling": scale, "sliding_window": window, "softcap": cap}
             output = attended(leaves, layout, kernel, **settings)
@@ -293,6 +334,15 @@ def test_on_a_cpu_attention_logs_only_information(
     records = [record for record in caplog.records if "attention" in record.message]
     assert [record.levelname for record in records] == ["INFO"]
     assert "packed rows by sdpa, in rectangles" in records[0].message
+
+
+def test_the_gradients_of_copies_are_sums_in_float32() -> None:
+    layout = RowLayout([5] * 300, CPU, shared=[0] + [4] * 299)
+    key = torch.zeros(sum(layout.queries), 1, 8, dtype=BFLOAT16, requires_grad=True)
+    rows = attention._WholeRows.apply(key, layout)
+    (gradient,) = torch.autograd.grad(rows.sum(), key)
+    assert gradient[:4].unique().tolist() == [300.0]
+    assert gradient[4:].unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize(("family", "cap"), [("phi-3", None), ("gemma-2", 2.0)])
