@@ -24,7 +24,7 @@ import torch
 from verl_like.tensor_ops.logprobs import slice_bytes
 from workers.config import ActorRolloutRefConfig
 from workers.config.model import ModelConfig, ParallelConfig
-from workers.models.causal_lm import recomputes
+from workers.models.causal_lm import recomputed_layers
 from workers.models.folder import model_folder, shared_hf_config
 from workers.models.memory_shapes import Moments, StageOf, described_by, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
@@ -220,7 +220,7 @@ class _Rank:
             activations = self.shapes.reading_pass(size.tokens, head)
             if trains:
                 can_recompute = self.shapes.can_recompute
-                recomputed = recomputes(self.spec.model, self.device_type, can_recompute)
+                recomputed = recomputed_layers(self.spec.model, self.device_type, can_recompute)
                 activations = self.shapes.trained_pass(size.tokens, head, recomputed)
             moments += zip(self._whole(trains), activations or (None, None), strict=True)
         return max(moments, key=lambda moment: moment[0] + (moment[1] or 0))

@@ -33,7 +33,7 @@ from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.placement.roles import expand_roles
 from workers.memory import RoleMemory
-from workers.models.causal_lm import recomputes
+from workers.models.causal_lm import recomputed_layers
 from workers.parallel.dims import ParallelDims
 from workers.parallel.pipeline import num_chunks
 from workers.parallel.sharding import dims_of
@@ -269,7 +269,7 @@ class Job(ABC):
                     self.pass_tokens(config, model),
                     gpus,
                     trains=method.startswith("update_"),
-                    recomputes=recomputes(model.model, "cuda", can_recompute=True),
+                    recomputes=recomputed_layers(model.model, "cuda", can_recompute=True) > 0,
                     offloads=model.sharding.param_offload,
                     num_stages=num_chunks(model.sharding.pp_schedule),
                 )

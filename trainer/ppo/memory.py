@@ -18,11 +18,22 @@ from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.process.machine import memory_gib
 from workers.config import fewest_tokens_per_pass, is_actors_module, model_rewards, tokens_per_pass
-from workers.memory import GIB, LargestPass, RoleMemory, rollout_memory, sync_bytes
+from workers.memory import (
+    GIB,
+    LargestPass,
+    RoleMemory,
+    hf_config_of,
+    rollout_memory,
+    sync_bytes,
+)
 from workers.parallel.sharding import dims_of
 
 P = TypeVar("P", bound=PPOConfig)
 
+TRIED_COUNTS = 8
+"""How many numbers of recomputed layers are tried."""
+FILLED = 0.9
+"""Share of a GPU that the roles may need when layers are not recomputed."""
 SHARE_OF_A_MACHINE = 0.5
 """Fraction of a machine's memory for which the passes of a CPU run are sized."""
 WAYS_OUT = {
@@ -140,8 +151,7 @@ def largest_pass(
 def check_memory(config: PPOConfig, devices: Devices) -> None:
     """Raise if the roles do not fit on their devices with the passes that the run would use."""
     if devices.bytes is not None:
-        tokens = tokens_that_fit(config, devices)
-        roles = role_memories(config, devices.type, devices.bytes, tokens)
+        roles = role_memories(fit_passes(config, devices), devices.type, devices.bytes)
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
@@ -151,19 +161,52 @@ def plan_text(
     """Return the memory table of the printed plan, or the reason why it cannot be computed."""
     devices = devices_of(config.trainer)
     try:
-        tokens = tokens_that_fit(config, devices)
-        roles = role_memories(config, devices.type, devices.bytes, tokens)
+        roles = role_memories(fit_passes(config, devices), devices.type, devices.bytes)
         return memory_table(roles, devices, max_columns, brief, heading)
     except (ConfigError, OSError, ValueError) as error:
         return f"{UNKNOWN}: {error}"
 
 
 def fit_passes(config: P, devices: Devices) -> P:
-    """Return the configuration with the number of tokens per pass from `tokens_that_fit`."""
+    """Return the configuration with passes, and a number of recomputed layers, that fit."""
     tokens = tokens_that_fit(config, devices)
-    if tokens is None:
-        return config
-    return changed(config, {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens})
+    if tokens is not None:
+        config = changed(config, {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens})
+    layers = recomputed_layers_that_fit(config, devices)
+    if layers is not None:
+        config = changed(config, layers)
+    return config
+
+
+def recomputed_layers_that_fit(config: PPOConfig, devices: Devices) -> dict[str, int] | None:
+    """Return keys with the fewest recomputed layers with which every pool fits, or None.
+
+    A tenth of each GPU stays free, because a pass that does not fit costs more than recomputation.
+    Return None if the user has decided, without GPUs, or if all layers must be recomputed.
+    """
+    sections = {"actor": config.actor_rollout_ref.model, "critic": config.critic.model}
+    models, pools = models_of(config), expand_roles(config.role_mapping)
+    keys = [
+        f"{models[role].key.removesuffix('.path')}.enable_gradient_checkpointing"
+        for role, section in sections.items()
+        if role in models and section.enable_gradient_checkpointing is None
+    ]
+    is_placed = {*pools.values()} <= config.resource_pool_spec.keys()
+    if not keys or devices.type != "cuda" or devices.bytes is None or not is_placed:
+        return None
+    try:
+        num_layers = (
+            hf_config_of(config.actor_rollout_ref.model).get_text_config().num_hidden_layers
+        )
+        counts = range(0, num_layers, -(-num_layers // TRIED_COUNTS))
+        for count in (0,) if any(model.sharding.pp > 1 for model in models.values()) else counts:
+            tried = dict.fromkeys(keys, count)
+            memories = role_memories(changed(config, tried), devices.type, devices.bytes)
+            if fits(memories, devices.type, int(FILLED * devices.bytes)):
+                return tried
+    except (ConfigError, OSError, ValueError):  # the memory cannot be computed
+        pass
+    return None
 
 
 def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:

@@ -242,8 +242,12 @@ class ModelConfig(Section):
     """Model folder with a tokenizer, or a name on the Hugging Face hub."""
     random_init_seed: int | None = config_field(None, allows="a number", read_when=HAS_NO_WEIGHTS)
     """Seed of random weights, if the folder has no weights; null rejects such a folder."""
-    enable_gradient_checkpointing: bool | None = config_field(None, may_change_on_resume=True)
-    """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
+    enable_gradient_checkpointing: bool | int | None = config_field(
+        None, at_least=0, may_change_on_resume=True
+    )
+    """Recompute activations in the backward pass, to save memory: of all layers, or of this number
+    of layers, from the first. null: on CUDA, of as few as fit in memory by the plan's estimate.
+    """
     attn_implementation: str = config_field(
         "auto",
         choices=ATTENTIONS,

@@ -324,8 +324,10 @@ class CriticModelConfig(Section):
 
     path: str = config_field("", allows="a folder or a name")
     """Folder or hub name of a language model or a reward model; by default the actor's."""
-    enable_gradient_checkpointing: bool | None = config_field(None, may_change_on_resume=True)
-    """Recompute activations in the backward pass, to save memory; null: only on CUDA."""
+    enable_gradient_checkpointing: bool | int | None = config_field(
+        None, at_least=0, may_change_on_resume=True
+    )
+    """Recompute activations in the backward pass, as in `actor_rollout_ref.model`."""
     lora_rank: int = config_field(0, at_least=0)
     """LoRA rank; 0 trains all weights. The head is always trained."""
     fsdp_config: dict[str, Any] = role_sharding()

@@ -7,6 +7,7 @@ policy would differ between two passes, and PPO's ratio would be noisy even with
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -147,19 +148,36 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             f"model type {hf_config.model_type} has no gradient checkpointing in the installed "
             f"transformers. Set {config.SECTION}.enable_gradient_checkpointing=false."
         )
-    if recomputes(config, device.type, can_recompute):
+    if most := recomputed_layers(config, device.type, can_recompute):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        for number, layer in enumerate(checkpointed_layers(model)):
+            layer.gradient_checkpointing = number < most
     return module.eval()
 
 
-def recomputes(config: ModelConfig, device_type: str, can_recompute: bool) -> bool:
-    """Return True if the layers run again in the backward pass.
+ALL_LAYERS = sys.maxsize
 
-    The default is True on CUDA, if the model class supports it.
+
+def recomputed_layers(config: ModelConfig, device_type: str, can_recompute: bool) -> int:
+    """Return the number of layers, from the first, that run again in the backward pass.
+
+    It may be larger than the model. The default is all on CUDA, if the model class supports it.
     """
-    if config.enable_gradient_checkpointing is not None:
-        return config.enable_gradient_checkpointing
-    return device_type == "cuda" and can_recompute
+    wanted = config.enable_gradient_checkpointing
+    if wanted is None:
+        wanted = device_type == "cuda" and can_recompute
+    return wanted if type(wanted) is int else ALL_LAYERS * wanted
+
+
+def checkpointed_layers(model: nn.Module) -> list[Any]:
+    """Return the layers of the language model that can run again in the backward pass."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [
+        part
+        for part in language_half(model).modules()
+        if isinstance(part, GradientCheckpointingLayer)
+    ]
 
 
 def set_training_mode(module: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
     shapes = model_shapes(config, head="token", compute=torch.bfloat16)
     shapes.num_weights                            # exact count
-    shapes.trained_pass(num_tokens=8192, head=0, checkpointing=False)    # bytes, or None
+    shapes.trained_pass(num_tokens=8192, head=0, recomputed=0)    # bytes, or None
 
 Activations are traced in a pass of the model itself (`workers.models.pass_trace`), so this works
 for every architecture whose operations do not depend on values. The trace covers what autograd
@@ -84,24 +84,24 @@ class ModelShapes:
             linears = self.num_int8 // 2 + 4 * self.num_int8 // BLOCK
         return (self.num_weights - self.num_int8) * dtype.itemsize + linears
 
-    def trained_pass(self, num_tokens: int, head: int, checkpointing: bool) -> Moments | None:
+    def trained_pass(self, num_tokens: int, head: int, recomputed: int) -> Moments | None:
         """Return the bytes of a forward and backward pass: at the head, and in a layer.
 
-        The head needs `head` bytes, which are free again when the layers run backward. Return None
-        if a pass cannot be traced.
+        The first `recomputed` layers keep only their inputs. The head needs `head` bytes, which are
+        free again when the layers run backward. Return None if a pass cannot be traced.
         """
         if self.body is None:
             return None
         states = self.hidden_size * self.compute_bytes
-        if checkpointing:  # inputs of all layers, output of the last one, and one recomputed layer
-            states_kept = states * (self.num_layers * self.num_waiting + 1) + self.body.layer_inputs
-            at_head, in_layer = self.body.outside_layers, self.body.layer
-        else:
-            states_kept = self.body.saved * self.num_waiting
-            at_head, in_layer = 0, self.body.backward
-        return Moments(
-            num_tokens * (states_kept + at_head) + head, num_tokens * (states_kept + in_layer)
-        )
+        again = min(recomputed, self.num_layers)
+        saved = self.body.saved * self.num_waiting * (self.num_layers - again) / self.num_layers
+        if not again:
+            at_head, in_layer = saved, saved + self.body.backward
+        else:  # inputs of layers, output of the last one, and one recomputed layer
+            inputs = states * (again * self.num_waiting + 1) + self.body.layer_inputs
+            at_head = saved + inputs + self.body.outside_layers
+            in_layer = inputs + max(self.body.layer, (saved > 0) * (saved + self.body.backward))
+        return Moments(num_tokens * at_head + head, num_tokens * in_layer)
 
     def reading_pass(self, num_tokens: int, head: int) -> Moments | None:
         """Return the bytes of a pass without gradients, at the head and in a layer."""

@@ -294,3 +294,37 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
         r"Host memory per GPU for checkpoints \(trainer.async_save\): actor_rollout_ref_pool 19 GiB"
     )
     assert re.search(message, text)
+
+
+def test_as_few_layers_are_recomputed_as_memory_demands(model: Path) -> None:
+    key, unset = "actor_rollout_ref.model.{}", "enable_gradient_checkpointing=null"
+    by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true", *NO_ROWS, TOKENS.format(8192)
+    by_tokens += key.format(unset), f"critic.model.{unset}"
+
+    def settled(gib: float, *more: str) -> int | None:
+        config = script_config(model, *by_tokens, *more)
+        config = fit_passes(config, Devices("cuda", 8, gib=gib))
+        check_memory(config, Devices("cuda", 8, gib=gib))
+        return config.actor_rollout_ref.model.enable_gradient_checkpointing
+
+    sizes = {gib: settled(gib) for gib in (40, 50, 60, 80, 300)}
+    numbers = [30 if count is None else count for count in sizes.values()]
+    assert numbers == sorted(numbers, reverse=True)
+    assert len({*numbers}) > 2
+    assert sizes[300] == 0
+
+    assert settled(300, key.format("enable_gradient_checkpointing=7")) == 7
+    assert settled(300, key.format("enable_gradient_checkpointing=true")) is True
+    assert fit_passes(script_config(model), Devices("cpu", 8, gib=300)) == script_config(model)
+    some, all_layers = (
+        memory_by_role(
+            script_config(model, *by_tokens, key.format(f"enable_gradient_checkpointing={count}"))
+        )
+        for count in (15, 30)
+    )
+    none = memory_by_role(
+        script_config(model, *by_tokens, key.format("enable_gradient_checkpointing=false"))
+    )
+    sizes_of_actor = [roles["actor"].activations or 0 for roles in (all_layers, some, none)]
+    assert sizes_of_actor == sorted(sizes_of_actor)
+    assert sizes_of_actor[1] == pytest.approx((sizes_of_actor[0] + sizes_of_actor[2]) / 2, rel=0.1)

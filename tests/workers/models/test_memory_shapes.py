@@ -118,7 +118,7 @@ def test_weights_and_passes_of_7b_equal_those_of_the_meta_device(tmp_path: Path)
     assert body is not None
     of_layer = 16 * 4096 + 8 * 4096 + 8 * 11008
     assert body.saved == pytest.approx(30 * of_layer, rel=0.02)
-    less = shapes.trained_pass(8192, head=0, checkpointing=True)
+    less = shapes.trained_pass(8192, head=0, recomputed=99)
     assert less is not None
     beside_inputs = less.in_layer / 8192 - 31 * 2 * 4096
     # next to them: the layer's output, and its gradients (two of the states' width, and of the
@@ -128,7 +128,7 @@ def test_weights_and_passes_of_7b_equal_those_of_the_meta_device(tmp_path: Path)
 
     # a layer's own gradients are there next to what a pass saves
     saved = 8192 * body.saved
-    moments = shapes.trained_pass(8192, head=1000, checkpointing=False)
+    moments = shapes.trained_pass(8192, head=1000, recomputed=0)
     assert moments is not None
     assert moments.in_layer > saved + 8192 * 2 * 11008
     assert moments.at_head == saved + 1000

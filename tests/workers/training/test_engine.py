@@ -23,6 +23,7 @@ from tests.workers.samples import (
 from verl_like.errors import ConfigError
 from workers.config import LOSS_AGG_MODES, OptimConfig
 from workers.cpu import linear
+from workers.models.causal_lm import checkpointed_layers
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
@@ -273,3 +274,29 @@ def test_rows_longer_than_the_model_s_positions_are_rejected(tiny_dir: Path) -> 
     actor.engine.module.config.max_position_embeddings = 4
     with pytest.raises(ConfigError, match=r"a row of \d+ tokens.*4 positions"):
         actor.compute_log_prob(make_batch(9))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 9])
+def test_only_the_first_layers_are_recomputed(count: int, tiny_dir: Path) -> None:
+    saved_bytes, results = [], []
+    for settings in ({}, {"enable_gradient_checkpointing": count}):
+        actor = started(ActorWorker, tiny_config(tiny_dir, model=settings), 10)
+        layers = checkpointed_layers(actor.engine.module)
+        assert len(layers) == 2
+        flags = [bool(layer.gradient_checkpointing) for layer in layers]
+        assert flags == [
+            number < settings.get("enable_gradient_checkpointing", 0) for number in range(2)
+        ]
+
+        kept: list[int] = []
+
+        def pack(tensor: torch.Tensor, kept: list[int] = kept) -> torch.Tensor:
+            kept.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            results.append(gradients(actor, make_batch(4), ACTOR_COLUMNS))
+        saved_bytes.append(sum(kept))
+    for name, gradient in results[0].items():
+        assert torch.equal(gradient, results[1][name]), name
+    assert (saved_bytes[1] < saved_bytes[0]) == (count > 0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import recomputes
+from workers.models.causal_lm import recomputed_layers
 from workers.models.memory_shapes import meta_model
 from workers.models.support.proof import Support, relative_error
 from workers.parallel.fsdp import begin_pass, note_all_units
@@ -97,8 +97,8 @@ class PipelineLayers:
     def __init__(self, model: Model, pipeline: Pipeline) -> None:
         self.model, self.pipeline = model, pipeline
         can_recompute = getattr(model.module, "supports_gradient_checkpointing", True)
-        again = recomputes(model.model_config, model.device.type, can_recompute)
-        self.runs_again = again and model.settings.replays_routing
+        again = recomputed_layers(model.model_config, model.device.type, can_recompute)
+        self.runs_again = again > 0 and model.settings.replays_routing
         """True if layers are recomputed in a backward pass with the experts that the rows name."""
 
     @property
