@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from trainer.config.devices import Devices, devices_of
 from trainer.groups.nodes import joined_cluster
@@ -184,7 +184,10 @@ def recomputed_layers_that_fit(config: PPOConfig, devices: Devices) -> dict[str,
     A tenth of each GPU stays free, because a pass that does not fit costs more than recomputation.
     Return None if the user has decided, without GPUs, or if all layers must be recomputed.
     """
-    sections = {"actor": config.actor_rollout_ref.model, "critic": config.critic.model}
+    sections: dict[str, Any] = {
+        "actor": config.actor_rollout_ref.model,
+        "critic": config.critic.model,
+    }
     models, pools = models_of(config), expand_roles(config.role_mapping)
     keys = [
         f"{models[role].key.removesuffix('.path')}.enable_gradient_checkpointing"

@@ -151,8 +151,9 @@ def _search_rows_on_request() -> None:
 
     The search waits for the device in every pass, and the functions above do not read its result.
     """
-    from transformers import masking_utils
+    from transformers import masking_utils as masking
 
+    masking_utils: Any = masking
     search = masking_utils.find_packed_sequence_indices
 
     def search_on_request(positions: torch.Tensor) -> torch.Tensor | None:

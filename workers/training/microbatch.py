@@ -358,7 +358,7 @@ def on_host(outputs: PassOutputs) -> PassOutputs:
     copies = iter(flat.split([part.numel() for part in parts]))
 
     def copy_of(column: Column) -> Column:
-        part = next(copies)
+        part: Tensor = next(copies)
         if isinstance(column, RaggedTensor):
             return column.with_values(part.view(column.values.shape))
         return part.view(column.shape)

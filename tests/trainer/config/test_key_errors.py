@@ -62,8 +62,8 @@ ERRORS = [
     (f"{SAMPLED}.do_sample=true {SAMPLED}.top_k=0", f"{SAMPLED}.top_k=0.*above 0, or -1 for all"),
     ("actor_rollout_ref.actor.fsdp_config.fsdp_size=0", "-1 for all that the other axes leave"),
     (
-        "critic.model.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=2",
-        "role 'critic' on pool.*fsdp_size=3 does not divide the 2 ranks",
+        "critic.model.fsdp_config.fsdp_size=3 trainer.n_gpus_per_node=4",
+        "role 'critic' on pool.*fsdp_size=3 does not divide the 4 ranks",
     ),
     (
         "actor_rollout_ref.actor.strategy=single trainer.n_gpus_per_node=2",
