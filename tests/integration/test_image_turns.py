@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import test_images
-from tests.integration.runs import lines
+from tests.integration.runs import lines, numbers
 from tests.workers.models.vision import picture, write_model
 from trainer import load_config, run
 from trainer.cli import eval as evaluation
@@ -104,6 +104,21 @@ def test_ranks_and_generators_train_on_images_of_environments(way: str, tmp_path
     for step in steps:
         assert step["training/num_hash_matched_samples"] == 8
         assert step["actor/grad_norm"] > 0
+
+
+@pytest.mark.ray
+def test_ray_has_the_numbers_of_local_processes(tmp_path: Path) -> None:
+    model, steps = write_model("qwen2_vl", tmp_path / "model"), {}
+    for backend in ("local", "ray"):
+        (folder := tmp_path / backend).mkdir()
+        more = "environment.images=true", "trainer.n_gpus_per_node=2"
+        run(load_config(overrides(folder, model, *more, f"trainer.backend={backend}")))
+        steps[backend] = [
+            {name: value for name, value in step.items() if name.startswith(("actor", "training"))}
+            for step in numbers(folder / "run")
+        ]
+    assert steps["ray"] == steps["local"]
+    assert "actor/grad_norm" in steps["ray"][0]
 
 
 def test_an_environment_of_texts_continues_prompts_with_images(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
+from pathlib import Path
 from typing import Any
 
 from workers.agents.calls import forms_of, parse
@@ -152,15 +153,24 @@ class TurnRenderer:
 
 
 def with_refs(value: Any) -> Any:
-    """Return contents, messages or a request with references to images instead of their URLs."""
+    """Return contents, messages or a request with references to images instead of `data:` URLs.
+
+    A reference, as in a recorded answer, is checked, because the process that sends it could name
+    any file. A ValueError says what is wrong with an image.
+    """
     if isinstance(value, list):
         return [with_refs(part) for part in value]
     if not isinstance(value, Mapping):
         return value
-    if value.get("type") == "image" and "url" in value:
+    if value.get("type") == "image":
         from workers.images import image_ref
 
-        return {"type": "image", **image_ref(value["url"])._asdict()}
+        url, path, sha = (str(value.get(name)) for name in ("url", "path", "sha"))
+        is_sent = url.startswith("data:")
+        ref = image_ref(url if is_sent else Path(path))
+        if not is_sent and sha != ref.sha:
+            raise ValueError(f"the image {path} does not have the hash {sha:.80}")
+        return {"type": "image", **ref._asdict()}
     names = {"content", "chat"} & value.keys()
     return {**value, **{name: with_refs(value[name]) for name in names}}
 

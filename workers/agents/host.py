@@ -342,7 +342,7 @@ class EnvironmentHost:
         if process is None:
             return None
         try:
-            chunk = process.socket.recv(65536)
+            chunk = process.socket.recv(2**20)
         except BlockingIOError:
             return None
         except OSError:

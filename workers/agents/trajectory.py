@@ -281,7 +281,10 @@ class Trajectory:
         try:
             text = self.renderer.with_images(text, messages)
         except ValueError as error:  # the template writes no places for images
-            raise ConfigError(f"environment: the chat template and its images: {error}") from error
+            raise ConfigError(
+                f"environment: the text that the chat template writes for an observation: {error}. "
+                "Use a template that writes a place for each image."
+            ) from error
         self.state, self.observation = TrajectoryState.OBSERVED, (text, is_whole)
 
     @property

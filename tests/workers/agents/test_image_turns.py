@@ -15,10 +15,11 @@ from torch import Tensor
 
 from tests.workers.agents.test_loop import HERE, assert_same_bits, starts
 from tests.workers.models.test_image_input import Case, close, make_case
+from tests.workers.models.vision import picture
 from tests.workers.rollout.test_images import engine_of
 from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
-from workers.agents.chat import TurnRenderer
+from workers.agents.chat import TurnRenderer, with_refs
 from workers.agents.host import EnvironmentHost, RecordedHost
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
@@ -249,6 +250,18 @@ def test_an_agent_reads_in_words_why_an_image_is_rejected(
         loop.submit(starts(number, number + 1, **row), sampling, 64, token)
         (trajectory,) = loop.take().values()
         assert (trajectory.ended, trajectory.problem) == ("terminated", "")
+
+
+def test_an_answer_names_a_file_only_with_its_hash(tmp_path: Path) -> None:
+    """Otherwise a process in a sandbox could show any image of the machine to the policy."""
+    picture(20, 30).save(tmp_path / "a.png")
+    ref = image_ref(tmp_path / "a.png")
+    part = {"type": "image", **ref._asdict()}
+    chat = [{"role": "user", "content": [part]}]
+    assert with_refs(chat) == chat
+    for wrong in ({"sha": "0" * 64}, {"sha": None}, {"url": str(tmp_path / "a.png"), "sha": ""}):
+        with pytest.raises(ValueError, match="a.png does not have the hash"):
+            with_refs([{"role": "user", "content": [part | wrong]}])
 
 
 BAD = {
