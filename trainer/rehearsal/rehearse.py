@@ -163,7 +163,7 @@ def not_tried(config: Any) -> list[str]:
         lines.append(f"the start from trainer.resume_from_path={config.trainer.resume_from_path}")
     policy = getattr(config, "actor_rollout_ref", None)
     if policy is not None and policy.rollout.name == "vllm":
-        lines.append("vLLM: the native engine generated")
+        lines.append("vLLM: the engine native or hf generated")
     if has_environment(config) and config.environment.tools:
         lines.append("tools: a model with random weights calls none")
     return lines

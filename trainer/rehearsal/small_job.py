@@ -33,6 +33,7 @@ from workers.models.support.stand_in import (
     VOCABULARIES,
     shrunk,
 )
+from workers.rollout.native.module_forward import check_decoding, check_model
 
 C = TypeVar("C", bound=RunConfig)
 STEPS = 2
@@ -132,6 +133,11 @@ def small_config(config: C, folder: Path) -> C:
     if isinstance(parallel := getattr(config, "parallel", None), ParallelConfig):
         changes |= {f"parallel.{axis}": size for axis, size in folded(vars(parallel)).items()}
     changes |= _sizes(config)
+    policy = getattr(config, "actor_rollout_ref", None)
+    if policy is not None and policy.rollout.name == "vllm":
+        width = config.data.max_prompt_length + changes["data.max_response_length"]  # type: ignore[attr-defined]
+        engine = _engine_for(small_model(policy.model.path), width)
+        changes["actor_rollout_ref.rollout.name"] = engine
     if hasattr(config, "selection") and config.selection.file:
         changes["selection.file"] = str(folder / Path(config.selection.file).name)
     rewards = list(config.reward.list) if hasattr(config, "reward") else []
@@ -140,6 +146,17 @@ def small_config(config: C, folder: Path) -> C:
             rewards[number] = changed(reward, {"path": small_model(reward.path)})
         changes["reward.list"] = rewards
     return changed(_with_few_ranks(config), changes)
+
+
+def _engine_for(model: str, width: int) -> str:
+    """Return the engine in place of vLLM: `native`, or `hf` if `native` cannot decode the model."""
+    config = read_hf_config(model)
+    try:
+        check_model(config.get_text_config(), width)
+        check_decoding(config, width)
+    except ConfigError:
+        return "hf"
+    return "native"
 
 
 def folded(axes: Mapping[str, Any]) -> dict[str, int]:
@@ -193,8 +210,6 @@ def _sizes(config: Any) -> dict[str, Any]:
         "data.max_response_length": response,
         "actor_rollout_ref.rollout.n": n,
     }
-    if rollout.name == "vllm":
-        changes["actor_rollout_ref.rollout.name"] = "native"
     if "n" in rollout.val_kwargs:
         changes["actor_rollout_ref.rollout.val_kwargs.n"] = min(rollout.val_kwargs["n"], 2)
     if "min_tokens" in rollout.sampling_kwargs:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer.rehearsal.jobs import RECIPES, settings_of
+from tests.trainer.rehearsal.jobs import RECIPES, settings_of, with_config
 from trainer import load_config
 from trainer.rehearsal.rehearse import rehearse
 
@@ -22,6 +22,11 @@ FAST = {
     ),
     "sft": ("sft",),
     "images": ("images", *GPUS, "actor_rollout_ref.rollout.name=vllm", OF_IMAGES),
+    "a model that vLLM decodes and native does not": (
+        *("ppo", "algorithm=grpo", "actor_rollout_ref.rollout.name=vllm"),
+        *("actor_rollout_ref.model.path=<tmp>/windows", *GPUS),
+        "actor_rollout_ref.model.random_init_seed=1",
+    ),
 }
 SLOW = {
     "ppo": ("ppo",),
@@ -90,6 +95,9 @@ def test_a_job_without_a_bug_passes(
     job: str, tiny_dir: Path, tmp_path: Path, classifier: Path
 ) -> None:
     name, *more = {**FAST, **SLOW}[job]
+    if any("windows" in word for word in more):
+        windows = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+        with_config(tiny_dir, tmp_path / "windows", **windows, sliding_window=8)
     more = [word.replace("<classifier>", str(classifier)) for word in more]
     config = load_config(settings_of(name, tiny_dir, tmp_path, *more), RECIPES[name])
     before = sorted(tmp_path.rglob("*"))
