@@ -46,12 +46,12 @@ def grpo(tiny: Path, folder: Path, steps: int) -> None:
 def test_a_resumed_grpo_run_has_the_numbers_of_an_unbroken_run(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    grpo(tiny_dir, whole, 2)
-    grpo(tiny_dir, parts, 1)
-    grpo(tiny_dir, parts, 2)
-    assert numbers(parts) == numbers(whole)
-    first, second = lines(whole)
+    unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
+    grpo(tiny_dir, unbroken, 2)
+    grpo(tiny_dir, resumed, 1)
+    grpo(tiny_dir, resumed, 2)
+    assert numbers(resumed) == numbers(unbroken)
+    first, second = lines(unbroken)
     assert first["actor/kl_loss"] == pytest.approx(0, abs=1e-6)  # the reference has the same base
     for step in (first, second):
         assert step["actor/grad_norm"] > 0
@@ -59,9 +59,9 @@ def test_a_resumed_grpo_run_has_the_numbers_of_an_unbroken_run(
 
     # the exported model has dequantized base + adapter in floats
     out = tmp_path / "exported"
-    find_saved_model(whole, in_checkpoint=True).export(out)
+    find_saved_model(unbroken, in_checkpoint=True).export(out)
     exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
-    saved = AutoModelForCausalLM.from_pretrained(whole / "model").state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(unbroken / "model").state_dict()
     base = AutoModelForCausalLM.from_pretrained(tiny_dir / "model").state_dict()
     for name, weight in saved.items():
         torch.testing.assert_close(exported[name], weight, rtol=0, atol=0)
@@ -78,16 +78,37 @@ def test_a_4_bit_base_without_lora_is_rejected_before_the_run(
         run(load_config([*settings, "trainer.backend=local", "trainer.n_gpus_per_node=1"]))
 
 
-def test_an_epoch_of_sft_learns(tiny_dir: Path, tmp_path: Path) -> None:
+def test_an_8_bit_base_is_rejected_in_words(tiny_dir: Path, tmp_path: Path) -> None:
+    settings = overrides(tiny_dir, tmp_path / "run", *POLICY)
+    with pytest.raises(ConfigError, match=r"nf4.*int8 is only for roles that are not trained"):
+        load_config([*settings, "actor_rollout_ref.model.quantization=int8"])
+
+
+def sft_losses(tiny: Path, folder: Path, *more: str) -> list[float]:
     rows = [{"prompt": f"say {letter}", "response": letter * 3} for letter in "abcdefghij"]
-    files = {"train": write_jsonl(tmp_path / "train.jsonl", rows)}
-    more = (f"model.{setting}" for setting in QLORA)
-    settings = overrides_on_rows(
-        *(tiny_dir, files, tmp_path / "run"), *more, "data.train_batch_size=4", "optim.lr=1e-2"
-    )
-    run(load_config([*settings, "trainer.total_epochs=1"], SFT))
-    losses = [line["train/loss"] for line in lines(tmp_path / "run")]
+    files = {"train": write_jsonl(folder / "train.jsonl", rows)}
+    qlora = (f"model.{setting}" for setting in QLORA)
+    sizes = ("data.train_batch_size=4", "optim.lr=1e-2", "trainer.total_epochs=1")
+    settings = overrides_on_rows(tiny, files, folder / "run", *qlora, *sizes, *more)
+    run(load_config(settings, SFT))
+    return [line["train/loss"] for line in lines(folder / "run")]
+
+
+def test_an_epoch_of_sft_learns(tiny_dir: Path, tmp_path: Path) -> None:
+    losses = sft_losses(tiny_dir, tmp_path)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
+def test_two_ranks_train_as_one(strategy: str, tiny_dir: Path, tmp_path: Path) -> None:
+    folders = one, two = tmp_path / "one", tmp_path / "two"
+    for folder in folders:
+        folder.mkdir()
+    ranks = ("trainer.n_gpus_per_node=2", "trainer.backend=local", f"model.strategy={strategy}")
+    assert sft_losses(tiny_dir, two, *ranks) == pytest.approx(sft_losses(tiny_dir, one), abs=1e-6)
+    trained = [AutoModelForCausalLM.from_pretrained(folder / "run/model") for folder in folders]
+    for first, second in zip(*(model.parameters() for model in trained), strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
 
 
 def test_the_language_half_of_a_vision_model_is_trained_on_images(tmp_path: Path) -> None:

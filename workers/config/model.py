@@ -288,7 +288,10 @@ class ModelConfig(Section):
     )
     """Layers with adapters: `all-linear` (without head and routed experts), or names ([q_proj])."""
     quantization: str | None = config_field(
-        None, choices=BASE_QUANTIZATIONS, read_when=HAS_FROZEN_BASE
+        None,
+        choices=BASE_QUANTIZATIONS,
+        hint="int8 is only for roles that are not trained",
+        read_when=HAS_FROZEN_BASE,
     )
     """`nf4`: store the base's linear weights in 4 bits, unsharded on each rank (QLoRA); needs
     `lora_rank`. null disables quantization.
