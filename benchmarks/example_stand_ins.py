@@ -58,6 +58,8 @@ MODELS = {
     r"llama|deepseek-coder": "llama",
 }
 """Pattern of a model's name -> its type; the first that matches counts."""
+TEMPLATE_VARIABLES = "{% set _ = reasoning_effort, enable_thinking %}"
+"""Variables that published templates read, of gpt-oss and Qwen 3."""
 REWARD_MODEL = re.compile(r"(?i)reward|[-_]rm[-_]")
 
 
@@ -95,6 +97,8 @@ def write_model(kind: str, folder: Path, scores: bool = False) -> Path:
         module: Any = AutoModelForSequenceClassification.from_config(config)
     else:
         module = build_tiny(config)
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer.chat_template += TEMPLATE_VARIABLES
     module.save_pretrained(out)
     processor.save_pretrained(out)
     return out

@@ -9,7 +9,7 @@ The script prints a line for every example, and how many have each outcome, by w
 
 - loads: `verl-like migrate` rejects it, but `verl-like ppo` takes its arguments as they are;
 - translated: every training in it becomes a command that composes here; for verl, its sizes, rates,
-  losses and lengths equal those that verl's own Hydra composes from the same arguments, and bash
+  losses and lengths equal those that verl's Hydra composes from the same arguments, and bash
   can read what is printed;
 - starts: with --start, the translated commands also pass their rehearsal;
 - stops: with --start, `check` or the rehearsal rejects a command, for the reason in the line;
@@ -152,13 +152,13 @@ def count(folder: Path, only: str, stand_ins: Path | None) -> None:
 
 NEEDS = {
     "engine": r"(?i)megatron|veomni|torchtitan|automodel|mindspeed|deepspeed_legacy",
-    "elsewhere": r"fsdp_turbo|openr1mm\.py|recipe/minicpmo|main_ppo_sync",
+    "elsewhere": r"fsdp_turbo|(openr1mm|tinyllava_video_r1)\.py|recipe/minicpmo|main_ppo_sync",
     "video": r"data\.video_key",
     "method": r"scripts/(bco|distillation|gkd|gold|nash_md|online_dpo|online_dpo_vlm|prm|sdft|sdpo"
     r"|sft_diffusion_gemma|ssd|ssd_eval|tpo|xpo)\.py",
     "own code": r"main_generation|recipe\.\w+\.main|main_eval|sft_gemma3|rloo\.py$| \.\.\.( |$)"
     r"|ckpt_ds_zero|docker|serve_remote_rm|train_ppo_ray_slurm",
-    "tools": r"(?i)multi_turn\.(enable|tool)|agent_loop|tool_config|agent_func|environment"
+    "tools": r"(?i)multi_turn\.(enable|tool)|agent_loop|tool_config_path|agent_func|environment"
     r"|grpo_agent",
     "images": r"(?i)image_key|images|[_/-]vl[_\W]|vlm|minicpm_o|glm4_1v",
 }
@@ -268,7 +268,8 @@ def started(translations: Sequence[Translation], stand_ins: Path) -> tuple[str, 
         shutil.rmtree(stand_ins / "run", ignore_errors=True)
         if result.returncode or "Rehearsal: passed" not in result.stdout:
             text = " ".join((result.stderr or result.stdout).split())
-            return "stops", text[text.rfind("error: ") :][:MOST_WORDS]
+            start = text.rfind("error: ") if "error: " in text else -MOST_WORDS
+            return "stops", text[start:][:MOST_WORDS]
     return "starts", ", ".join(done.program for done in translations)
 
 
@@ -284,7 +285,7 @@ def differences(done: Translation) -> list[str]:
     settings = [text for text in done.overrides() if "$" not in text]
     absent = [text.partition("=")[0] for text in done.overrides() if "$" in text]
     ours = load_config(
-        [], recipe, defaults=[*settings, *(f"{k}=given" for k in absent if is_path(k))]
+        [], recipe, defaults=[*settings, *(f"{k}=PATH" for k in absent if is_path(k))]
     )
     theirs = composed(done.source)
     pairs = of_sft(theirs, ours) if done.program == "sft" else of_ppo(theirs, ours)
@@ -340,14 +341,14 @@ def value_of(config: Any, key: str) -> Any:
 def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
     """Return key -> (verl's value, our value)."""
     pairs = {key: (value_of(theirs, key), value_of(ours, key)) for key in SAME}
-    cards = int(theirs.trainer.nnodes) * int(theirs.trainer.n_gpus_per_node)
+    gpus = int(theirs.trainer.nnodes) * int(theirs.trainer.n_gpus_per_node)
     sequence_parallel = theirs.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
     for section in (ACTOR, "critic"):
         for name in ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"):
             here, there = value_of(ours, f"{section}.{name}"), value_of(theirs, f"{section}.{name}")
             rows = value_of(theirs, f"{section}.ppo_micro_batch_size")
             if name.startswith("ppo_micro") and rows:
-                there = rows // (cards // sequence_parallel) or 1
+                there = rows // (gpus // sequence_parallel) or 1
             pairs[f"{section}.{name}"] = there, here
         for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
             there = value_of(theirs, f"{section}.optim.{name}")
@@ -360,7 +361,7 @@ def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
         bounds = [value_of(config, f"{ACTOR}.clip_ratio_{side}") for config in (theirs, ours)]
         either = [value_of(config, f"{ACTOR}.clip_ratio") for config in (theirs, ours)]
         there, here = (
-            whole if bound is None else bound for bound, whole in zip(bounds, either, strict=True)
+            both if bound is None else bound for bound, both in zip(bounds, either, strict=True)
         )
         pairs[f"{ACTOR}.clip_ratio ({side})"] = there, here
     there = pairs[f"{ACTOR}.policy_loss.loss_mode"][0]

@@ -16,7 +16,7 @@ from verl_like.terminal import fit
 
 @dataclass
 class Translation:
-    """This project's settings, and the outcome of each flag."""
+    """Settings of this project, and the outcome of each flag."""
 
     program: str = "ppo"
     """This project's command."""
@@ -43,11 +43,11 @@ class Translation:
     notices: list[str] = field(default_factory=list)
     """Notes on how the script ran."""
     incomplete: list[str] = field(default_factory=list)
-    """What the user has to add before the command can run."""
+    """Additions that the command needs before it can run."""
     variables: Collection[str] = ()
     """Shell variables that stay variables in the command; any other `$` is literal."""
     original: Mapping[str, str] = field(default_factory=dict)
-    """The command's own flags or keys, with their values."""
+    """Flags or keys of the translated command -> their values."""
     source: Sequence[str] = ()
     """The words of the translated command."""
 
@@ -74,11 +74,11 @@ class Translation:
             self.unread.append(f"{key}={value}: {reason}")
 
     def overrides(self) -> list[str]:
-        """The settings, as arguments of `load_config`."""
+        """Return the settings as arguments of `load_config`."""
         return [f"{key}={value}" for key, value in self.settings.items()]
 
     def command(self) -> str:
-        """The settings as a command for a shell."""
+        """Return the settings as a command for a shell."""
         words = [shell_word(word, self.variables) for word in self.overrides()]
         return " \\\n    ".join([f"verl-like {self.program}", *words])
 
@@ -120,7 +120,7 @@ class Translation:
 
 
 def commented(text: str, width: int | None = None) -> str:
-    """Return the text as comments of bash, at most `width` wide if it is given."""
+    """Return the text as comments of bash, at most `width` wide unless it is None."""
     lines = fit(text, width and width - len("# ")).splitlines()
     return "\n".join(f"# {line}".rstrip() for line in lines)
 
