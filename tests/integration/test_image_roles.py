@@ -32,6 +32,9 @@ ROLES = (
 )
 SPLIT = ("placement=split", "trainer.n_gpus_per_node=2")
 PADDED = "actor_rollout_ref.model.use_remove_padding=false"
+ONLY_REWARD_MODEL = ("reward.model.enable=true", "reward.function.weight=0")
+LAYOUTS = {"plain": (), "padded": ("model.use_remove_padding=false",)}
+"""Name of a run on pairs -> its settings."""
 
 
 @pytest.fixture
@@ -107,7 +110,7 @@ def test_critic_and_reference_read_images(family: str, rows: Path, tmp_path: Pat
     [
         ("critic.model.path", ("algorithm.adv_estimator=gae",)),
         ("distillation.teacher_model.model_path", ()),
-        ("reward.model.path", ("reward.model.enable=true", "reward.function.weight=0")),
+        ("reward.model.path", ONLY_REWARD_MODEL),
     ],
 )
 def test_a_role_without_eyes_is_rejected_by_its_key(
@@ -157,7 +160,7 @@ def test_dpo_has_the_numbers_of_transformers(rows: Path, tmp_path: Path) -> None
     model, pairs = write_model("qwen2_vl", tmp_path / "model"), write_pairs(rows)
     before = by_hand(model, pairs)
     results = {}
-    for name, more in {"plain": (), "padded": ("model.use_remove_padding=false",)}.items():
+    for name, more in LAYOUTS.items():
         settings = on_pairs(model, pairs, tmp_path / name, f"data.val_files={pairs}", *more)
         run(load_config([*settings, "trainer.test_freq=2"], DPO), PreferenceTrainer)
         after = by_hand(tmp_path / name / "model", pairs)
@@ -175,7 +178,7 @@ def test_dpo_has_the_numbers_of_transformers(rows: Path, tmp_path: Path) -> None
 def test_kto_reads_images(rows: Path, tmp_path: Path) -> None:
     model, pairs = write_model("qwen2_vl", tmp_path / "model"), write_pairs(rows)
     results = {}
-    for name, more in {"plain": (), "padded": ("model.use_remove_padding=false",)}.items():
+    for name, more in LAYOUTS.items():
         settings = on_pairs(model, pairs, tmp_path / name, "loss=kto", *more)
         run(load_config(settings, DPO), PreferenceTrainer)
         results[name] = [line for line in lines(tmp_path / name) if "train/loss" in line]
@@ -186,15 +189,14 @@ def test_kto_reads_images(rows: Path, tmp_path: Path) -> None:
 
 def test_a_trained_reward_model_scores_rows_with_images(rows: Path, tmp_path: Path) -> None:
     model, pairs = write_model("qwen2_vl", tmp_path / "model"), write_pairs(rows)
-    other = tmp_path / "teacher"
     settings = on_pairs(model, pairs, tmp_path / "rm", "trainer.total_training_steps=6")
     run(load_config(settings, REWARD_MODEL), RewardModelTrainer)
     losses = [step["train/loss"] for step in lines(tmp_path / "rm")]
     assert losses[-1] < losses[0], "it learns"
-    scored = [f"reward.model.path={tmp_path}/rm/model", "reward.function.weight=0"]
-    scored.append("reward.model.enable=true")
-    scored.append(f"distillation.teacher_model.model_path={write_model('qwen2_vl', other, 1)}")
-    run(load_config(overrides(rows, model, tmp_path / "run", *scored)))
+    teacher = write_model("qwen2_vl", tmp_path / "teacher", 1)
+    scored = (f"reward.model.path={tmp_path}/rm/model", *ONLY_REWARD_MODEL)
+    taught = f"distillation.teacher_model.model_path={teacher}"
+    run(load_config(overrides(rows, model, tmp_path / "run", *scored, taught)))
     for step in lines(tmp_path / "run"):
         assert step["actor/grad_norm"] > 0
         assert step["critic/score/max"] > step["critic/score/min"]

@@ -84,13 +84,12 @@ def _qwen(kind: str, processor: str) -> Callable[[], tuple[Any, Any]]:
             "vision_eos_token": "<|vision_end|>",
         }
         tokenizer = tokenizer_with(special, "<|vision_start|><|image_pad|><|vision_end|>")
-        patch = 8 if kind.startswith("qwen2") else 8
         image_processor = _class("qwen2_vl", "Qwen2VLImageProcessorPil")(
-            patch_size=patch,
+            patch_size=8,
             merge_size=2,
             size={"shortest_edge": 16 * 16, "longest_edge": 80 * 80},
         )
-        common = {"depth": 2, "num_heads": 2, "patch_size": patch, "spatial_merge_size": 2}
+        common = {"depth": 2, "num_heads": 2, "patch_size": 8, "spatial_merge_size": 2}
         vision: dict[str, Any] = {
             "qwen2_vl": {"embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2},
             "qwen2_5_vl": {
@@ -131,10 +130,10 @@ def _qwen(kind: str, processor: str) -> Callable[[], tuple[Any, Any]]:
             kind,
             text_config=text,
             vision_config=common | vision,
-            image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
-            video_token_id=tokenizer.convert_tokens_to_ids("<|video_pad|>"),
-            vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
-            vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+            image_token_id=tokenizer.image_token_id,
+            video_token_id=tokenizer.video_token_id,
+            vision_start_token_id=tokenizer.vision_bos_token_id,
+            vision_end_token_id=tokenizer.vision_eos_token_id,
         )
         return config, _processor(processor, image_processor, tokenizer)
 
@@ -158,9 +157,9 @@ def _gemma3() -> tuple[Any, Any]:
         | {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
         vision_config=_siglip(image_size=32, patch_size=8, vision_use_head=False),
         mm_tokens_per_image=4,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
-        boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
-        eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        image_token_id=tokenizer.image_token_id,
+        boi_token_index=tokenizer.boi_token_id,
+        eoi_token_index=tokenizer.eoi_token_id,
     )
     processor = _processor("Gemma3Processor", image_processor, tokenizer, image_seq_length=4)
     return config, processor
