@@ -1,6 +1,7 @@
 """Draw coloured shapes, and write a tiny Qwen2-VL that has not learned to see yet.
 
     python examples/shapes/make.py FOLDER
+    python examples/shapes/make.py --sheet FILE.png   # the first six validation pictures, enlarged
 
 FOLDER gets `model`, `sft.parquet` (messages, for SFT), `train.parquet` and `val.parquet` (prompts,
 for GRPO), and `pictures`. Nothing is downloaded.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ TEMPLATE = (
 def draw(colour: str, shape: str, rng: random.Random) -> Image.Image:
     """Return a picture of the shape, at a random place and in a random size."""
     picture = Image.new("RGB", (SIZE, SIZE), "white")
-    pencil, size = ImageDraw.Draw(picture), rng.randint(12, 22)
+    pencil, size = ImageDraw.Draw(picture), rng.randint(22, 28)
     left, top = rng.randint(1, SIZE - size - 1), rng.randint(1, SIZE - size - 1)
     right, bottom = left + size, top + size
     if shape == "circle":
@@ -117,21 +119,38 @@ def write_model(folder: Path) -> None:
     Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, size=sizes).save_pretrained(folder)
 
 
+def draw_split(split: str, count: int) -> Iterator[tuple[Image.Image, str]]:
+    """Yield the first pictures of a split, with their answers."""
+    rng = random.Random(split)
+    for _ in range(count):
+        colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+        yield draw(colour, shape, rng), f"{colour} {shape}"
+
+
 def make_rows(folder: Path, split: str, count: int) -> list[dict[str, Any]]:
     """Draw pictures into the folder; return rows with their paths, in verl's schema."""
-    rng, rows = random.Random(split), []
-    for number in range(count):
-        colour, shape = rng.choice(list(COLOURS)), rng.choice(SHAPES)
+    rows = []
+    for number, (picture, answer) in enumerate(draw_split(split, count)):
         name = f"pictures/{split}_{number}.png"
-        draw(colour, shape, rng).save(folder / name)
+        picture.save(folder / name)
         rows.append(
             {
                 "prompt": [{"role": "user", "content": "<image> What is this ?"}],
                 "images": [name],
-                "answer": f"{colour} {shape}",
+                "answer": answer,
             }
         )
     return rows
+
+
+def write_sheet(file: Path, count: int = 6, side: int = 3 * SIZE) -> None:
+    """Write the first validation pictures next to each other, enlarged."""
+    sheet = Image.new("RGB", (count * (side + 4) + 4, side + 8), "#888")
+    for number, (picture, _) in enumerate(draw_split("val", count)):
+        sheet.paste(
+            picture.resize((side, side), Image.Resampling.NEAREST), (number * (side + 4) + 4, 4)
+        )
+    sheet.save(file, optimize=True)
 
 
 def main(folder: Path) -> None:
@@ -152,4 +171,7 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    if sys.argv[1] == "--sheet":
+        write_sheet(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]))

@@ -1,38 +1,42 @@
-"""A tiny vision-language model learns colours and shapes by SFT, then by GRPO."""
+"""A tiny vision-language model learns to name coloured shapes by SFT, then by GRPO."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from examples.shapes.make import main
-from tests.examples.scripts import EXAMPLES
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.shapes.make import write_sheet
+from tests import ROOT
+from tests.examples.scripts import EXAMPLES, bash
 from tests.integration.runs import lines
-from trainer import load_config, run
-from trainer.sft.recipe import SFT
-from trainer.sft.step import SFTTrainer
+
+ACCURACY = "val-core/prompts/acc/mean@1"
 
 
-def test_sft_and_grpo_train_on_pictures(tmp_path: Path) -> None:
-    main(tmp_path)
-    both = ["trainer.backend=local", "trainer.logger=[]"]
-    lessons = [
-        *(f"model.path={tmp_path}/model", f"data.train_files={tmp_path}/sft.parquet"),
-        *("data.max_length=64", "data.train_batch_size=64", "optim.lr=2e-3"),
-        *("trainer.total_training_steps=12", f"trainer.default_local_dir={tmp_path}/sft"),
-    ]
-    run(load_config([*lessons, *both], SFT), SFTTrainer)
+@pytest.mark.example
+def test_grpo_names_more_shapes_than_sft(tmp_path: Path, forked_python: Path) -> None:
+    run, short = EXAMPLES / "shapes" / "run.sh", "trainer.total_training_steps=60"
+    done = bash(run, short, RUN_DIR=tmp_path, PYTHON=forked_python)
+    assert done.returncode == 0, done.stdout + done.stderr
     losses = [step["train/loss"] for step in lines(tmp_path / "sft")]
     assert losses[-1] < 0.6 * losses[0]
+    steps = [step for step in lines(tmp_path / "grpo") if "actor/grad_norm" in step]
+    assert max(step["training/rollout_probs_diff_max"] for step in steps) < 2e-5
+    after_sft, after_grpo = (
+        step[ACCURACY] for step in lines(tmp_path / "grpo") if ACCURACY in step
+    )
+    assert after_grpo > after_sft + 0.1
+    assert f"{after_sft:.3f} after SFT, {after_grpo:.3f} after GRPO" in done.stdout
 
-    practice = [
-        f"actor_rollout_ref.model.path={tmp_path}/sft/model",
-        *("algorithm=grpo", f"data.train_files={tmp_path}/train.parquet"),
-        f"reward={EXAMPLES}/shapes/reward.py:score",
-        *("data.train_batch_size=8", "data.max_prompt_length=32", "data.max_response_length=4"),
-        *("actor_rollout_ref.rollout.n=4", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
-        *("trainer.total_training_steps=1", f"trainer.default_local_dir={tmp_path}/grpo"),
-    ]
-    run(load_config([*practice, *both]))
-    (step,) = lines(tmp_path / "grpo")
-    assert step["actor/grad_norm"] > 0
-    assert step["training/rollout_probs_diff_max"] < 2e-5
+
+def test_the_page_shows_the_pictures_that_the_script_draws(tmp_path: Path) -> None:
+    write_sheet(tmp_path / "sheet.png")
+    shown, drawn = (
+        np.asarray(Image.open(file), dtype=float)
+        for file in (ROOT / "docs" / "images" / "shapes.png", tmp_path / "sheet.png")
+    )
+    assert shown.shape == drawn.shape
+    assert np.abs(shown - drawn).mean() < 2, "versions of PIL may differ at edges"
