@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
     """Records what runs inside `with Recorder() as recorder`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: list[Operation] = []
         self.waits: Counter[tuple[str, str]] = Counter()
         """(operation, place) -> how often the host waits there for the device."""
@@ -230,7 +230,7 @@ def is_free(func: Any) -> bool:
 
 def place() -> str:
     """Return the innermost line of this project that runs, and its function."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(f"{ROOT}/"):

@@ -62,6 +62,13 @@ def test_no_gradient_of_shared_prefixes_is_sorted(roofline: ModuleType) -> None:
     assert not [op.name for op in operations if op.kind == "sorts"]
 
 
+def test_unfiltered_sampling_on_a_gpu_starts_few_operations(roofline: ModuleType) -> None:
+    with roofline.Recorder() as recorder:
+        roofline.sample(1024)
+    assert len(recorder.operations) <= 112
+    assert not recorder.waits
+
+
 def test_neighbors_without_a_product_are_one_kernel(roofline: ModuleType) -> None:
     meta = torch.device("meta")
     a, b = (torch.empty(64, 64, device=meta) for _ in range(2))

@@ -186,7 +186,9 @@ class PPOJob(Job):
             memory = rollout_memory(engine, rows.longest, role, "", "cuda", num_bytes, None)
             memory = replace(memory, sleeps=may_rest(self.config, "cuda"))
             at_once = rollout.max_num_seqs
-            seconds = decode_seconds(cost, rows, gpus, tp, memory.kv_cache, at_once)
+            seconds = decode_seconds(
+                cost, rows, gpus, tp, memory.kv_cache, at_once, is_eager=not is_vllm
+            )
             if seconds is not None:
                 values = {tp_key: (tp, tp_now), share_key: (share, share_now)}
                 keys = {key: str(new) for key, (new, old) in values.items() if new != old}

@@ -61,6 +61,11 @@ class SamplingParams:
     truncated_log_probs: bool = False
     routed_experts: bool = False
 
+    @property
+    def filters(self) -> bool:
+        """True if top-k, top-p or min-p leaves tokens out."""
+        return self.top_k != -1 or self.top_p < 1 or self.min_p > 0
+
     def __post_init__(self) -> None:
         """Reject values that make sampling impossible."""
         greedy = "for greedy decoding set do_sample=false"

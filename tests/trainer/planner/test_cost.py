@@ -112,6 +112,15 @@ def test_decoding_reads_all_weights_per_token() -> None:
     assert least < seconds < 1.5 * least + 400 * 32 * DECODE_LAYER_S + 2 * CALL_S
 
 
+def test_an_engine_without_graphs_takes_the_measured_time_per_layer() -> None:
+    small = ModelCost(0.5e9, 0.5e9, 24, 896, 24 * 896, 2 * 24 * 128)
+    for samples, measured in ((64, 11.8e-3), (256, 13.2e-3)):
+        rows = StepRows(samples, samples, 128, [256])
+        seconds = decode_seconds(small, rows, h100s(1), 1, 20e9, 256, is_eager=True)
+        assert seconds is not None
+        assert seconds == pytest.approx(256 * measured + CALL_S, rel=0.2)
+
+
 def test_more_tokens_read_more_experts() -> None:
     model = replace(MODEL, in_experts=6e9, active=MODEL.active - 6e9 * 7 / 8, expert_share=1 / 8)
     assert model.read_by(1) == model.active
