@@ -526,6 +526,10 @@ def ids_to_read(
         return chat.between(sample.stop_token, messages), False
     before, ids = sample.visible_ids, request["ids"]
     if ids is None:
+        images, earlier = images_of(request["chat"]), sample.images[sample.first_image :]
+        # other images of the same size have the same tokens
+        if [sha for _, sha, *_ in images[: len(earlier)]] != [ref[1] for ref in earlier]:
+            return chat.after([], request["chat"])[0], True
         return chat.after(before, request["chat"])
     if ids[: len(before)] == before:
         return ids[len(before) :], False

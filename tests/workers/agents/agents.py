@@ -233,6 +233,16 @@ def looks(row, turns, forgets=False):
     return 1.0
 
 
+def swaps(row, first, second):
+    """Continue a chat whose first image was exchanged."""
+    client, messages = openai.OpenAI(), [{"role": "user", "content": [image_part(first)]}]
+    message = client.chat.completions.create(messages=messages, **SHORT).choices[0].message
+    messages[0] = {"role": "user", "content": [image_part(second)]}
+    messages += [{"role": "assistant", "content": message.content}, *ASK]
+    client.chat.completions.create(messages=messages, **SHORT)
+    return 1.0
+
+
 def image_part(path):
     data = base64.b64encode(pathlib.Path(path).read_bytes()).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}

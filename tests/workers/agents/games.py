@@ -434,3 +434,22 @@ class Shows(Environment):
             return TrajectoryEnd(1.0)
         images = self.turns.pop(0)
         return Observation("then <image>" * len(images) + "?", images=images)
+
+
+class ShowsTwo(Environment):
+    """Shows white the first and the last image, and black the one between, before its turn."""
+
+    def __init__(self, paths) -> None:
+        self.paths = paths
+
+    def reset(self, row, rng):
+        self.turns = 0
+        return {"white": Observation("you", images=self.paths[:1])}
+
+    def step(self, text, player):
+        self.turns += 1
+        if player == "black":
+            return {"white": Observation("and", images=self.paths[2:])}
+        if self.turns == 1:
+            return {"black": Observation("now you", images=self.paths[1:2])}
+        return {"white": TrajectoryEnd(1.0), "black": TrajectoryEnd(0.0)}

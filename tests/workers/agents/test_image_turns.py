@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.agents.test_loop import HERE, assert_same_bits, starts
+from tests.workers.agents.test_players import starts_of
 from tests.workers.models.test_image_input import Case, close, make_case
 from tests.workers.models.vision import picture
 from tests.workers.rollout.test_images import engine_of
@@ -215,6 +216,23 @@ def test_the_images_of_an_agents_requests_are_in_its_trajectory(
     assert_same_bits(replayed, trajectories)
 
 
+def test_a_chat_with_another_image_of_the_same_size_is_read_again(
+    tmp_path: Path, agents: EnvironmentHost
+) -> None:
+    case = make_case("qwen2_vl", tmp_path)
+    case.module.float()
+    picture(40, 70, seed=9).save(tmp_path / "same_size.png")
+    paths = [f"{tmp_path}/0.png", f"{tmp_path}/same_size.png"]
+    loop, sampling = new_loop(case, tmp_path, "native", agents)
+    sampling = replace(sampling, logit_bias=((1, 1e4),))  # the turn ends as the template writes it
+    row = {"agent": "swaps", "arguments": dict(zip(("first", "second"), paths, strict=True))}
+    loop.submit(starts(0, 1, **row), sampling, 64, case.reader.token_id)
+    (trajectory,) = loop.take().values()
+    assert (trajectory.ended, trajectory.problem) == ("terminated", "")
+    assert [sha for _, sha, *_ in trajectory.sample.images] == [image_ref(p).sha for p in paths]
+    assert len(trajectory.sample.segments) == 1
+
+
 def test_an_agent_can_send_the_prompt_of_a_row_with_images(
     tmp_path: Path, agents: EnvironmentHost
 ) -> None:
@@ -338,3 +356,20 @@ def test_a_trajectory_ends_after_a_sampled_image_token(
         places = case.reader.places(torch.tensor(rows.rows[0]), rows.refs[0], "")
         assert int((places > 0).sum()) == case.reader.num_tokens(rows.refs[0][0])
         assert not places[-1]
+
+
+def test_each_player_has_the_images_of_its_own_observations(
+    tmp_path: Path, host_of: Callable[..., EnvironmentHost]
+) -> None:
+    case = make_case("llava", tmp_path)
+    case.module.float()
+    duel = host_of(EnvironmentSpec(f"{HERE}:OfRowForTwo"), 20.0)
+    loop, sampling = new_loop(case, tmp_path, "native", duel)
+    paths = [f"{tmp_path}/{number}.png" for number in range(3)]
+    begun = starts_of(1, **{"class": "ShowsTwo", "settings": {"paths": paths}})
+    loop.submit(begun, sampling, 64, case.reader.token_id)
+    white, black = loop.take().values()
+    assert (white.ended, black.ended, white.problem) == ("terminated", "terminated", "")
+    shown = [[sha for _, sha, *_ in player.sample.images] for player in (white, black)]
+    hashes = [image_ref(path).sha for path in paths]
+    assert shown == [[hashes[0], hashes[2]], [hashes[1]]]
