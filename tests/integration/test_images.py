@@ -89,6 +89,15 @@ def test_the_rollout_has_the_log_probs_of_the_trainer(
     assert sample["score"] >= 0
 
 
+def test_ranks_that_split_matrices_cut_the_same_passes(rows: Path, tmp_path: Path) -> None:
+    """Each rank has generated after other images, so its reader has met them in another order."""
+    model = write_model("qwen2_vl", tmp_path / "model")
+    more = ("trainer.n_gpus_per_node=2", "parallel.tp=2", "actor_rollout_ref.rollout.name=native")
+    run(load_config(overrides(rows, model, tmp_path / "run", *more)))
+    for step in lines(tmp_path / "run"):
+        assert step["training/rollout_probs_diff_max"] < 2e-5
+
+
 def test_a_resumed_run_and_packed_rows_have_the_numbers_of_a_plain_run(
     rows: Path, tmp_path: Path
 ) -> None:

@@ -243,6 +243,14 @@ class ImageReader:
             self.refs.append(ref)
         return self._numbers[ref]
 
+    def ordered(self, places: Tensor) -> Tensor:
+        """Return `places` with other numbers of the images, which are equal in every process."""
+        present: list[int] = places[places > 0].unique().tolist()
+        order = torch.zeros(len(self.refs) + 1, dtype=torch.int64)
+        for rank, number in enumerate(sorted(present, key=lambda n: self.refs[n - 1]), start=1):
+            order[number] = rank
+        return order[places]
+
     def refs_at(self, places: Tensor) -> list[ImageRef]:
         """Return the images whose tokens are at these places, in order."""
         numbers: list[int] = places[places > 0].tolist()

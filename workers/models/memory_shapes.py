@@ -56,7 +56,7 @@ class ModelShapes:
     """Number of float32 scales of the int8 weights."""
     num_layers: int
     num_outside_layers: int
-    """Weights of embeddings, last norm and head, which FSDP keeps gathered throughout a pass."""
+    """Weights of embeddings, towers, last norm and head, which FSDP keeps gathered in a pass."""
     num_embeddings: int
     """Weights of the embeddings; 0 if the head shares them."""
     num_in_experts: int
@@ -177,7 +177,8 @@ class CountedWeights:
         ]
 
         layers = set(module._no_split_modules or ())
-        in_layers = (child for child in module.modules() if type(child).__name__ in layers)
+        language = language_half(module)  # a tower belongs to FSDP's unit of the rest
+        in_layers = (child for child in language.modules() if type(child).__name__ in layers)
         self.in_layers = _ids(weight for layer in in_layers for weight in layer.parameters())
         experts = (child for _, child in experts_of(module))
         self.in_experts = _ids(weight for child in experts for weight in child.parameters())

@@ -238,7 +238,7 @@ class TrainEngine(Model):
         reads, num_stages = self.reading.reads(columns), self.dims.pp
         ids = columns["input_ids"]
         if IMAGES in columns:  # a prefix is shared only if its images are equal
-            numbers = columns[IMAGES].values[:, 0]
+            numbers = self.image_input.reader.ordered(columns[IMAGES].values[:, 0])
             ids = ids.with_values(torch.where(numbers > 0, -numbers, ids.values))
         cuts = self.row_passes.cut(ids, reads, budget)
         if budget.tokens is None or num_stages == 1:

@@ -207,6 +207,15 @@ def test_only_adapters_count_as_trained(small: Path) -> None:
     assert 0 < shapes.num_trained < shapes.num_weights / 20
 
 
+def test_a_tower_is_outside_of_the_layers_that_fsdp_gathers_one_by_one(tmp_path: Path) -> None:
+    module = build_tiny(tiny_model_config("qwen2_vl"))
+    module.save_pretrained(tmp_path)
+    shapes = model_shapes(ModelConfig(path=str(tmp_path)), "token", torch.float32)
+    layers = module.model.language_model.layers.parameters()
+    num_in_layers = sum(weight.numel() for weight in layers)
+    assert shapes.num_weights - shapes.num_outside_layers == num_in_layers
+
+
 def test_shapes_are_counted_again_only_for_another_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
