@@ -24,7 +24,7 @@ import numpy as np
 
 from trainer.config.schema import RunConfig
 from trainer.launch import run_steps, trainer_class
-from trainer.rehearsal.small_job import STEPS, small_config
+from trainer.rehearsal.small_job import STEPS, class_of, small_config
 from trainer.rollouts.reward_trial import synthetic_responses
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.config_key import changed
@@ -93,9 +93,12 @@ class Watch:
         self.phase = f"after the validation of step {trainer.global_step}"
 
     def on_step_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """Reject updates that are skipped, or whose loss is not a number."""
+        """Reject skipped updates, losses that are not finite, and entries that are ignored."""
         step = trainer.global_step
         for name, value in metrics.items():
+            if name.endswith("/num_ignored"):
+                words = "rewards with entries that JSON cannot write. The log names them"
+                raise ConfigError(f"{name} is {value:g} in step {step}: {words}.")
             is_loss = name.endswith(("loss", "grad_norm")) and not math.isfinite(value)
             if is_loss or (name.endswith("/skipped_steps") and value > 0):
                 raise ConfigError(
@@ -171,22 +174,17 @@ def not_tried(config: Any) -> list[str]:
 
 def export_and_load(folder: Path) -> None:
     """Export the newest checkpoint's model, and load it in transformers."""
-    import transformers
-
     from workers.models.folder import read_hf_config
 
     checkpoint = max((folder / "run").glob("global_step_*"), key=lambda path: path.stat().st_mtime)
     out = folder / "exported"
     find_saved_model(checkpoint).export(out)
-    architecture = (read_hf_config(out).architectures or [""])[0]
-    cls = getattr(transformers, architecture, None)
-    if cls is None:
-        raise ConfigError(f"the exported config.json names {architecture!r}, not in transformers.")
+    cls = class_of(read_hf_config(out))
     _, report = cls.from_pretrained(out, dtype="auto", output_loading_info=True)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(
-            f"the exported model lacks {len(missing)} weights of {architecture}: "
+            f"the exported model lacks {len(missing)} weights of {cls.__name__}: "
             f"{', '.join(missing[:5])}. from_pretrained would make them random."
         )
 

@@ -33,7 +33,7 @@ from workers.models.support.stand_in import (
     VOCABULARIES,
     shrunk,
 )
-from workers.rollout.native.module_forward import check_decoding, check_model
+from workers.rollout.native.module_forward import can_decode
 
 C = TypeVar("C", bound=RunConfig)
 STEPS = 2
@@ -112,8 +112,7 @@ def small_config(config: C, folder: Path) -> C:
 
     for key, section in leaves_of(config):
         value = getattr(section, key.leaf)
-        is_model = key.name.endswith("model.path") or key.leaf == "model_path"
-        if is_model and value:
+        if value and key.name.endswith(("model.path", "model_path")):
             changes[key.name] = small_model(value)
         elif key.leaf in PLAIN:
             changes[key.name] = PLAIN[key.leaf]
@@ -136,8 +135,8 @@ def small_config(config: C, folder: Path) -> C:
     policy = getattr(config, "actor_rollout_ref", None)
     if policy is not None and policy.rollout.name == "vllm":
         width = config.data.max_prompt_length + changes["data.max_response_length"]  # type: ignore[attr-defined]
-        engine = _engine_for(small_model(policy.model.path), width)
-        changes["actor_rollout_ref.rollout.name"] = engine
+        is_native = can_decode(read_hf_config(small_model(policy.model.path)), width)
+        changes["actor_rollout_ref.rollout.name"] = "native" if is_native else "hf"
     if hasattr(config, "selection") and config.selection.file:
         changes["selection.file"] = str(folder / Path(config.selection.file).name)
     rewards = list(config.reward.list) if hasattr(config, "reward") else []
@@ -146,17 +145,6 @@ def small_config(config: C, folder: Path) -> C:
             rewards[number] = changed(reward, {"path": small_model(reward.path)})
         changes["reward.list"] = rewards
     return changed(_with_few_ranks(config), changes)
-
-
-def _engine_for(model: str, width: int) -> str:
-    """Return the engine in place of vLLM: `native`, or `hf` if `native` cannot decode the model."""
-    config = read_hf_config(model)
-    try:
-        check_model(config.get_text_config(), width)
-        check_decoding(config, width)
-    except ConfigError:
-        return "hf"
-    return "native"
 
 
 def folded(axes: Mapping[str, Any]) -> dict[str, int]:
@@ -244,7 +232,7 @@ def write_stand_in(path: str, out: Path) -> Path:
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = _class_of(config)._from_config(small, dtype=torch.float32)
+            model = class_of(config)._from_config(small, dtype=torch.float32)
         model.save_pretrained(out)
     for file in (file for pattern in SMALL_FILES for file in folder.glob(pattern)):
         if file.name != "config.json" and not file.name.endswith(".index.json"):
@@ -265,7 +253,7 @@ def _small(config: Any, path: str) -> Any:
             small = shrunk(wide, with_widths)
             _keep_tokens(config, small)
             with torch.device("meta"):
-                size = _class_of(config)._from_config(small).num_parameters()
+                size = class_of(config)._from_config(small).num_parameters()
             if size <= 2 * LARGEST:
                 return small
             failures.append(f"its smallest model has {size:,} parameters")
@@ -289,9 +277,8 @@ def _keep_tokens(config: Any, small: Any) -> None:
             setattr(small, name, value)
 
 
-def _class_of(config: Any) -> Any:
+def class_of(config: Any) -> Any:
     """Return the class that the folder names, or the language model of its type."""
     import transformers
 
-    name = (config.architectures or [""])[0]
-    return getattr(transformers, name, None) or model_class(config)
+    return getattr(transformers, (config.architectures or [""])[0], None) or model_class(config)

@@ -117,6 +117,8 @@ class RewardManager:
             if name != VOTE and not np.isnan(extras[name]).all():
                 metrics[f"reward/{name}/mean"] = float(np.nanmean(extras[name]))
         notes = [note for score, _, note in outcomes if score is not None and note]
+        if notes:
+            metrics["reward/num_ignored"] = float(len(notes))
         note = notes[0] if notes else ""
         return TermScores(scores, step_ends, failed, failures, extras, metrics, note)
 

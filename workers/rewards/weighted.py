@@ -165,6 +165,8 @@ class Rewards:
         self.failure_log = FailureLog()
         self._slow: set[str] = set()
         """Names of rewards that were logged as slow."""
+        self._ignoring: set[str] = set()
+        """Names of rewards whose ignored entries were logged."""
 
     def launch(
         self,
@@ -205,6 +207,12 @@ class Rewards:
         text = "".join(f"\n  {failure}" for failure in term.failures.values())
         counts = f"{count} of {len(term.failed)} samples"
         raise RewardError(f"{config.label} failed for {counts}{rule}{text}")
+
+    def note_ignored(self, part: RewardTerm, term: TermScores) -> None:
+        """Log once per reward which entries of a result are ignored."""
+        if term.note and part.config.name not in self._ignoring:
+            self._ignoring.add(part.config.name)
+            logger.warning("%s: %s", part.config.label, term.note)
 
     def columns_read(self, batch: DataProto) -> list[dict[str, Any]]:
         """Return for each row the data's columns that functions of the user read.
@@ -339,6 +347,7 @@ class WeightedScores:
                 self._rewards.note_slow(part, f"{len(self._mask)} samples")
         term: TermScores = future.result(timeout=0)
         self._rewards.note_failures(part, term)
+        self._rewards.note_ignored(part, term)
         return term
 
     def _log(

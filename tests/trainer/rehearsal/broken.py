@@ -53,6 +53,13 @@ def reward_with_a_set(response: str, ground_truth: str) -> dict[str, Any]:
     return {"score": 0.5, "letters": set(response)}
 
 
+def reward_with_an_error(response: str, ground_truth: str) -> dict[str, Any]:
+    try:
+        return {"score": float(len(response) == 1 or int(response))}
+    except ValueError as error:
+        return {"score": 0.0, "error": error}
+
+
 def reward_of_one_image(response: str, images: list[Any]) -> float:
     (image,) = images or [None]
     return float(image is None)

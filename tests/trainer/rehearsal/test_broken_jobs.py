@@ -42,6 +42,11 @@ FAST = {
         *GRPO,
         "reward=<file>:reward_with_a_set",
     ),
+    "a reward whose entry for responses cannot be written": (
+        "num_ignored",
+        *GRPO,
+        "reward=<file>:reward_with_an_error",
+    ),
 }
 """Job -> the words of its error, its recipe, and its settings."""
 SLOW = {

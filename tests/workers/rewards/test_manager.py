@@ -284,6 +284,7 @@ def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: 
     assert scored.metrics["reward/share/mean"] == 0.5
     assert scored.note.startswith("'words' (set), 'one' (ndarray) cannot be written as JSON")
     assert scored.metrics["reward/num_failed"] == 0.0
+    assert scored.metrics["reward/num_ignored"] == 1.0
 
 
 @pytest.mark.parametrize(("name", "slow_s"), [("odd", 60.0), ("odd_async", 0.1)])

@@ -185,6 +185,16 @@ def check_decoding(config: Any, longest: int) -> None:
         )
 
 
+def can_decode(config: Any, longest: int) -> bool:
+    """Return True if this engine decodes rows of up to `longest` tokens with this model."""
+    try:
+        check_model(config.get_text_config(), longest)
+        check_decoding(config, longest)
+    except ConfigError:
+        return False
+    return True
+
+
 def native_problem(config: Any, longest: int) -> str:
     """Return what is wrong with this engine's decoding of models with this config, or ""."""
     return Support.of(config).why_not(slot_cache_decoding, longest)
