@@ -284,20 +284,12 @@ def write_data(name: str, folder: Path, for_sft: bool) -> Path:
     return out
 
 
-def write_reward(file: Path, folder: Path) -> Path:
-    """Write the function of OpenRLHF in that file under its name and with its parameters here."""
-    text = f"""
-import importlib.util
-spec = importlib.util.spec_from_file_location("theirs", {str(file.resolve())!r})
-theirs = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(theirs)
-
-def compute_score(solution_strs, raw_prompts, ground_truths):
-    prompts = [str(prompt) for prompt in raw_prompts]
-    queries = [prompt + text for prompt, text in zip(prompts, solution_strs)]
-    return theirs.reward_func(queries, prompts, ground_truths)["rewards"].tolist()
-"""
-    out = folder / f"{file.stem}_of_openrlhf.py"
+def write_reward(folder: Path) -> Path:
+    """Write a function in place of OpenRLHF's, which its user has to rename and install."""
+    out = folder / "reward_of_user.py"
+    text = (
+        "def compute_score(solution_strs):\n    return [len(text) % 3 for text in solution_strs]\n"
+    )
     out.write_text(text, encoding="utf-8")
     return out
 
@@ -315,7 +307,7 @@ def with_stand_ins(done: Translation, folder: Path) -> list[str]:
             files = [str(write_data(name, folder, for_sft)) for name in names if name]
             settings[key] = f"[{','.join(files)}]"
         elif key == "reward.function.path" and "reward_func" in "".join(done.incomplete):
-            settings[key] = str(write_reward(Path("../python", Path(value).name), folder))
+            settings[key] = str(write_reward(folder))
         elif key == "reward.function.path":
             settings[key] = os.path.abspath(value)
         elif "$" in value:

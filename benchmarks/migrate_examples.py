@@ -140,7 +140,7 @@ def count(folder: Path, only: str, stand_ins: Path | None) -> None:
             kind, words, done = outcome(system, source)
             need = needs(name, source, done)
             if stand_ins and kind == "translated":
-                kind, words = started(done, stand_ins)
+                kind, words = started(done, folder, stand_ins)
             counts[need, kind] += 1
             print(f"{kind:15} {need:10} {name}: {words}", flush=True)
     print(f"{system}: {sum(counts.values())} examples")
@@ -250,8 +250,8 @@ def outcome(system: str, source: str) -> tuple[str, str, list[Translation]]:
     return "translated", explanation, results
 
 
-def started(translations: Sequence[Translation], stand_ins: Path) -> tuple[str, str]:
-    """Rehearse translated commands; return the outcome and its explanation."""
+def started(translations: Sequence[Translation], peer: Path, stand_ins: Path) -> tuple[str, str]:
+    """Rehearse translated commands of a checkout; return the outcome and its explanation."""
     environment = {
         "PEER": os.getcwd(),
         "OMP_NUM_THREADS": "1",
