@@ -249,6 +249,10 @@ def thoughtful(number: int) -> dict[str, Any]:
     return {"reasoning_language": "French", "messages": messages}
 
 
+def captioned(number: int) -> dict[str, Any]:
+    return {"messages": chat("<image>What is this?", f"{number}"), "images": [image(number % 16)]}
+
+
 DATA: dict[str, Callable[[int], dict[str, Any]]] = {
     r"gemma3\.py makes|llava-instruct": pictured,
     r"nemotron_3\.py makes": conversation,
@@ -260,6 +264,7 @@ DATA: dict[str, Callable[[int], dict[str, Any]]] = {
     r"openr1mm": geometry("lmms-lab/multimodal-open-r1-8k-verified"),
     r"dapo-math|aime": sums("math_dapo"),
     r"rlla": rlla,
+    r"pokemon": captioned,
     r"gsm8k": sums("openai/gsm8k"),
     r"multiturn|capybara": conversation,
     r"full_hh_rlhf": sums("Dahoaas/full-hh-rlhf"),
@@ -279,7 +284,7 @@ def write_data(name: str, folder: Path, for_sft: bool) -> Path:
     """Write rows in the columns of the data set of that name."""
     pattern = next(pattern for pattern in DATA if re.search(pattern, name, re.IGNORECASE))
     make = conversation if for_sft and pattern == "gsm8k" else DATA[pattern]
-    out = folder / (re.sub(r"\W+", "_", name)[:100] + ".parquet")
+    out = folder / f"{'sft' if for_sft else 'rows'}{re.sub('[^a-z0-9]+', '_', name)[:100]}.parquet"
     pq.write_table(pa.Table.from_pylist([make(number) for number in range(ROWS)]), out)
     return out
 

@@ -342,13 +342,19 @@ def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
     """Return key -> (verl's value, our value)."""
     pairs = {key: (value_of(theirs, key), value_of(ours, key)) for key in SAME}
     gpus = int(theirs.trainer.nnodes) * int(theirs.trainer.n_gpus_per_node)
-    sequence_parallel = theirs.actor_rollout_ref.actor.get("ulysses_sequence_parallel_size", 1)
+    actor = theirs.actor_rollout_ref.actor
+    sequence_parallel = actor.get("ulysses_sequence_parallel_size", 1)
+    sequence_parallel = max(
+        sequence_parallel, actor.fsdp_config.get("ulysses_sequence_parallel_size", 1)
+    )
     for section in (ACTOR, "critic"):
         for name in ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"):
             here, there = value_of(ours, f"{section}.{name}"), value_of(theirs, f"{section}.{name}")
             rows = value_of(theirs, f"{section}.ppo_micro_batch_size")
             if name.startswith("ppo_micro") and rows:
                 there = rows // (gpus // sequence_parallel) or 1
+            if name.startswith("ppo_max") and section == ACTOR:
+                there *= sequence_parallel // value_of(ours, ACTOR).parallel.get("sp", 1) or 1
             pairs[f"{section}.{name}"] = there, here
         for name in ("lr_warmup_steps", "lr_warmup_steps_ratio"):
             there = value_of(theirs, f"{section}.optim.{name}")

@@ -155,11 +155,15 @@ def test_fsdp_turbo_is_rejected_as_a_package_of_others() -> None:
         migrated("verl", command)
 
 
+DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=True"
+
+
 @pytest.mark.parametrize("rows", ["path=y data.image_key=images", "path=Qwen/Qwen3-Next-80B-A3B"])
 def test_rows_with_images_or_of_qwen3_next_are_not_split_over_ranks(rows: str) -> None:
     actor = "actor_rollout_ref.actor.fsdp_config"
-    sizes = f"{actor}.fsdp_size=8 {actor}.ulysses_sequence_parallel_size=2"
+    sizes = f"{actor}.fsdp_size=8 {actor}.ulysses_sequence_parallel_size=2 {DYNAMIC}"
     done = migrated("verl", f"data.train_files=x actor_rollout_ref.model.{rows} {sizes}")
     policy = composed(done).actor_rollout_ref
     assert (policy.actor.parallel["sp"], policy.actor.fsdp_config["fsdp_size"]) == (1, 8)
+    assert policy.actor.ppo_max_token_len_per_gpu == 2 * 16384
     assert any("are not split over ranks" in line for line in done.absent)
