@@ -28,6 +28,8 @@ from verl_like.process.machine import usable_cores
 from workers.config.model import IMAGE_BACKEND
 from workers.images import ImageRef, opened
 
+MOST_THREADS = 16
+"""Threads of a process that process images; a group of them may exceed the cache for a moment."""
 CACHE_BYTES = 2 * 2**30
 """Processed images that a process keeps."""
 
@@ -182,10 +184,10 @@ class ImageReader:
         missing = [ref for sha, ref in distinct.items() if sha not in self._inputs]
         if not missing:
             return
-        added, cores = 0, usable_cores()
-        with ThreadPoolExecutor(cores) as threads:
-            for start in range(0, len(missing), 4 * cores):
-                group = missing[start : start + 4 * cores]
+        added, num_threads = 0, min(usable_cores(), MOST_THREADS)
+        with ThreadPoolExecutor(num_threads) as threads:
+            for start in range(0, len(missing), 2 * num_threads):
+                group = missing[start : start + 2 * num_threads]
                 for ref, inputs in zip(group, threads.map(self._opened, group), strict=True):
                     self._inputs[ref.sha] = inputs
                     added += _num_bytes(inputs)
