@@ -22,10 +22,12 @@ IMAGES = {
     "gemma4": "packed or padded",
 }
 """Families of `tests/workers/models/vision.py` -> the layout of their rows with images."""
+VLLM = dict.fromkeys(("gemma4", "llama4"), "yes")
+"""Other models that vLLM's tests run, in `tests/workers/rollout/vllm/test_images.py`."""
 Outcome = Sequence[str]
-"""Rows, gradient checkpointing, native decoding, export, and whether runs start.
+"""Rows, gradient checkpointing, native decoding, export, whether runs start, and vLLM.
 
-The first four are the columns of `walk.outcome`; the last is missing if no run was tried.
+The first four are the columns of `walk.outcome`; the others are missing if they were not tried.
 """
 
 
@@ -59,7 +61,8 @@ def model_table() -> str:
         else:
             assert export == "yes", f"{case}: the page says so"
             images = IMAGES.get(case, "not tried")
-            cells = (starts, "yes", layout, NATIVE[native], "not tried", images)
+            vllm = outcome[5] if len(outcome) > 5 else VLLM.get(case, "not tried")
+            cells = (starts, "yes", layout, NATIVE[native], vllm, images)
         rows.setdefault(cells, []).append(f"`{case}`")
     order = sorted(rows, key=lambda cells: ("yes not tried rejected".find(cells[0]), cells[1:]))
     lines = [f"| {' | '.join(cells)} | {', '.join(rows[cells])} |" for cells in order]

@@ -94,6 +94,10 @@ SIZES = (
 SIZE_OF = {name: size for size, names in SIZES for name in names.split()}
 """Field of a configuration -> its size here, where the class has the field and uses it."""
 
+WIDTHS = {name for name, size in SIZE_OF.items() if size in (8, 32) and "_heads" not in name}
+WIDTHS |= {"embed_dim", "global_head_dim", "out_hidden_size"}
+"""Fields that a larger model has larger: the sizes of heads and of layers."""
+
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blenderbot": {"encoder_layers": 4, "max_position_embeddings": 512},
@@ -238,41 +242,55 @@ def cases() -> list[str]:
     return [*types, *VARIANTS]
 
 
-def tiny_model_config(case: str) -> Any:
-    """Return the configuration of a case."""
+def tiny_model_config(case: str, scale: int = 1) -> Any:
+    """Return the configuration of a case; `scale` multiplies the sizes of heads and layers."""
     model_type, fields = VARIANTS.get(case, (case, {}))
     try:
         config_cls = CONFIG_MAPPING[model_type]
         default = config_cls().to_dict()
-        small = _shrunk(default)
+        small = _shrunk(default, scale)
         for section, others in TOWERS.get(model_type, {}).items():
-            small[section] = small.get(section, {}) | others
-        config = config_cls(**{**small, **EXCEPTIONS.get(model_type, {}), **fields})
+            small[section] = small.get(section, {}) | _scaled(others, scale)
+        exceptions = _scaled({**EXCEPTIONS.get(model_type, {}), **fields}, scale)
+        config = config_cls(**{**small, **exceptions})
     except Exception as error:
         raise NotBuilt(f"{model_type}: {type(error).__name__}: {error}") from error
     return config
 
 
-def _shrunk(default: dict[str, Any]) -> dict[str, Any]:
+def _scaled(fields: dict[str, Any], scale: int) -> dict[str, Any]:
+    """Return the fields with `scale` times the sizes of heads and layers."""
+    scaled: dict[str, Any] = {}
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            scaled[name] = _scaled(value, scale)
+        elif name == "mrope_section":
+            scaled[name] = [size * scale for size in value]
+        else:
+            scaled[name] = value * scale if name in WIDTHS and isinstance(value, int) else value
+    return scaled
+
+
+def _shrunk(default: dict[str, Any], scale: int) -> dict[str, Any]:
     """Return the fields with a size here, including those of sections."""
     small: dict[str, Any] = {}
     for name, value in default.items():
         if name == "per_layer_config":
             continue  # its class derives it from sizes such as `global_head_dim`
         if isinstance(value, dict) and (name.endswith("_config") or "model_type" in value):
-            small[name] = {**_shrunk(value)}
+            small[name] = {**_shrunk(value, scale)}
             if "model_type" in value:
                 small[name]["model_type"] = value["model_type"]
         elif name == "rope_parameters" and isinstance(value, dict):
             small[name] = _short_rope(value)
             if "mrope_section" in value:  # pairs of time, height and width
-                small[name]["mrope_section"] = [2, 1, 1]
+                small[name]["mrope_section"] = [2 * scale, scale, scale]
         elif name == "is_decoder":
             small[name] = True
         elif name.endswith("_token_id") and isinstance(value, int):
             small[name] = min(value, 5)
         elif isinstance(value, int) and not isinstance(value, bool) and name in SIZE_OF and value:
-            small[name] = min(value, SIZE_OF[name])
+            small[name] = min(value, SIZE_OF[name] * (scale if name in WIDTHS else 1))
     if "kv_lora_rank" in default:  # latent attention has no groups of heads
         small["num_key_value_heads"] = 4
     return small

@@ -13,6 +13,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError, RolloutError
 from workers.images import ImageRef, opened
 from workers.models.images import image_reader
+from workers.models.support.stand_in import MODEL_ERRORS
 from workers.rollout.base import EngineLimits, TakeBudget
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.lockstep import Lockstep, on_all_ranks
@@ -93,7 +94,7 @@ class InProcessVllm:
                     worker_extension_cls=EXTENSION,
                     **options,
                 )
-        except (ValueError, RuntimeError, OSError, ImportError) as error:
+        except (*MODEL_ERRORS, OSError) as error:
             num_tokens = limits.prompt_width + limits.response_width
             memory = f"kv_cache_gib={limits.kv_cache_gib:g}"
             if settings.device_type == "cuda":

@@ -9,6 +9,7 @@ after truncation.)
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -198,6 +199,7 @@ class WorkerExtension:
         if not isinstance(self.model_runner.sampler, NoiseSampler):
             self.model_runner.sampler = NoiseSampler(self.model_runner, self.model_runner.sampler)
             watch_processing(self.model_runner.model, self._process)
+            restore_classes(self.model_runner.model)
         layers = self.model_runner.model.modules()
         methods = [getattr(layer, "quant_method", None) for layer in layers]
         return sorted({type(method).__name__ for method in methods if method is not None})
@@ -345,6 +347,24 @@ def loose_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, value in tensors.items():
             if isinstance(value, Tensor) and name != "kv_cache":
                 yield f"{path}.{name}", value.detach()
+
+
+def restore_classes(model: nn.Module) -> None:
+    """Undo vLLM's changes of a class of transformers, and give its own model a changed subclass.
+
+    vLLM runs classes that it does not have by the code of transformers, and makes the class itself
+    compile its calls. The trainer's model in the same process has this class, too.
+    """
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper as Compiled
+
+    for part in model.modules():
+        cls: Any = type(part)
+        if cls.__module__.startswith("transformers.") and Compiled in cls.__bases__:
+            changes = {"__call__": cls.__call__, "__module__": cls.__module__}
+            cls.__init__ = inspect.getclosurevars(cls.__init__).nonlocals["old_init"]
+            del cls.__call__
+            cls.__bases__ = tuple(base for base in cls.__bases__ if base is not Compiled)
+            part.__class__ = type(cls.__name__, (cls, Compiled), changes)
 
 
 def _plain(value: Any) -> Any:
