@@ -156,7 +156,7 @@ NEEDS = {
     "video": r"data\.video_key",
     "method": r"scripts/(bco|distillation|gkd|gold|nash_md|online_dpo|online_dpo_vlm|prm|sdft|sdpo"
     r"|sft_diffusion_gemma|ssd|ssd_eval|tpo|xpo)\.py",
-    "own code": r"main_generation|recipe\.\w+\.main|main_eval|sft_gemma3|rloo\.py$| \.\.\.( |$)"
+    "own code": r"main_generation|recipe\.\w+\.main|main_eval|sft_gemma3|rloo\.py$|\s\.\.\.(\s|$)"
     r"|ckpt_ds_zero|docker|serve_remote_rm|train_ppo_ray_slurm",
     "tools": r"(?i)multi_turn\.(enable|tool)|agent_loop|tool_config_path|agent_func|environment"
     r"|grpo_agent",
