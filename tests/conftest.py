@@ -37,8 +37,8 @@ if os.access(MEMORY_DISK, os.W_OK) and shutil.disk_usage(MEMORY_DISK).free > 8 *
 # starts the server, which silently skips a name that it cannot import.
 PRELOADED = [
     "tests.rare_collections",
+    "peft",  # first, because bitsandbytes, which it loads, changes functions of torch
     "tests.foreign_functions",  # torch, transformers, then ours
-    "peft",
     "pytest",
     "tests.warm",
     "tests.frozen",

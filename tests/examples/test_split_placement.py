@@ -88,7 +88,7 @@ README_COMMANDS = re.findall(
 def test_the_settings_in_the_readme_compose_and_fit(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.preflight.check_version", lambda _: None)  # vLLM's
+    monkeypatch.setattr("workers.rollout.vllm.setup.check_version", lambda _: None)  # vLLM's
     config = load_config([*settings_of(SPLIT), *shlex.split(command)])
     nominal_placement(config)
     check_rollout(config)

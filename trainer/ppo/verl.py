@@ -225,10 +225,11 @@ def _shard_size(key: str, value: str, settings: Mapping[str, str]) -> str:
     role = key.removesuffix("fsdp_config.fsdp_size")
     shared = (settings.get(f"{role}{part}{SHARED_ROWS[0]}") for part in ("fsdp_config.", ""))
     sequence = next(filter(None, shared), "1")
-    ranks = [settings.get("trainer.n_gpus_per_node", "8"), settings.get("trainer.nnodes", "1")]
+    sizes = [settings.get("trainer.n_gpus_per_node", "1"), settings.get("trainer.nnodes", "1")]
+    ranks = math.prod(map(int, sizes)) if all(map(str.isdigit, sizes)) else 1
     if not value.isdigit():
         return value
-    if all(map(str.isdigit, ranks)) and int(value) > math.prod(map(int, ranks)):
+    if 1 < ranks < int(value):  # 1 is the default here, which a script may not mean
         return "-1"
     if sequence.isdigit() and int(value) % int(sequence) == 0:
         return str(int(value) // int(sequence))

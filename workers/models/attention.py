@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -131,35 +130,12 @@ def override_attention(module: Any, name: str, attention: Any, mask: Any) -> Ite
 
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
-    _search_rows_on_request()
     config = module.config.get_text_config()
     before, config._attn_implementation = config._attn_implementation, name
-    token = _rows_are_known.set(True)
     try:
         yield
     finally:
-        _rows_are_known.reset(token)
         config._attn_implementation = before
-
-
-_rows_are_known: ContextVar[bool] = ContextVar("rows_are_known", default=False)
-
-
-@cache
-def _search_rows_on_request() -> None:
-    """Let transformers search positions for packed rows only outside of `override_attention`.
-
-    The search waits for the device in every pass, and the functions above do not read its result.
-    """
-    from transformers import masking_utils as masking
-
-    masking_utils: Any = masking
-    search = masking_utils.find_packed_sequence_indices
-
-    def search_on_request(positions: torch.Tensor) -> torch.Tensor | None:
-        return None if _rows_are_known.get() else search(positions)
-
-    masking_utils.find_packed_sequence_indices = search_on_request
 
 
 @cache

@@ -286,6 +286,9 @@ def model_inputs(module: Any, feed: Feed) -> dict[str, Any]:
     attention = body.config.get_text_config()._attn_implementation
     if feed.packed and attention == "eager":
         del inputs["row_layout"]  # its mask gets the row boundaries from the position ids
+    elif feed.packed and "row_layout" in inputs:
+        # without a mask, transformers searches the positions for rows and waits for the device
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"], dtype=torch.bool)
     for name in {"position_ids", "attention_mask"} - inspect.signature(
         body.forward
     ).parameters.keys():

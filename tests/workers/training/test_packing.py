@@ -170,6 +170,6 @@ def test_inputs_of_a_gpu_are_copied_from_locked_memory_without_a_wait(
         layout = feed.inputs.get("row_layout")
         if layout is not None:
             assert layout.rectangles[0].gather is not None
-            assert len(layout.cu_seqlens) == len(layout.lengths) + 1
+            assert len(layout.bounds) == len(layout.lengths) + 1
     assert len(sent) > 8
     assert set(sent) == {(True, True)}
