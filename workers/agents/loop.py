@@ -87,11 +87,12 @@ class TurnLoop:
         starts: Sequence[TrajectoryStart],
         sampling: SamplingParams,
         num_open: int,
-        image_token: int | None = None,
+        image_tokens: Sequence[int] = (),
     ) -> list[int]:
         """Start these trajectories, in addition to running ones; return their numbers.
 
-        `image_token` is the token that images are read at, if the trajectories may have images.
+        `image_tokens` are those at which the model looks for an image, a video or sound, if the
+        trajectories may have images.
         """
         if self._trajectories and sampling != self._setting.sampling:
             raise RolloutError(
@@ -99,7 +100,7 @@ class TurnLoop:
                 "settings. Take or abort them first."
             )
         host, chat, config = self._host, self._chat, self._config
-        self._setting = Setting(host, chat, config, sampling, self._engine, image_token)
+        self._setting = Setting(host, chat, config, sampling, self._engine, image_tokens)
         configs = {name: self._config.of(name) for name in self._config.by_name}
         settings = {name: replace(self._setting, config=configs[name]) for name in configs}
         self._num_open = num_open

@@ -103,8 +103,8 @@ class Players:
             self._loop = TurnLoop(engine, host, chat, self._config)
         faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
         starts = _starts(data, seed_of, faults, self._kinds)
-        image_token = engine.image_reader.token_id if IMAGES in data.non_tensor_batch else None
-        return self._loop.submit(starts, sampling, MOST_OPEN, image_token)
+        image_tokens = engine.image_reader.stop_ids if IMAGES in data.non_tensor_batch else ()
+        return self._loop.submit(starts, sampling, MOST_OPEN, image_tokens)
 
     def take(
         self, max_tokens: int | None = None, seconds: float | None = None

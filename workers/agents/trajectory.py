@@ -86,8 +86,8 @@ class Setting:
     config: EnvironmentConfig
     sampling: SamplingParams
     engine: RolloutEngine
-    image_token: int | None = None
-    """The token that images are read at; None if the rows of this run have no images."""
+    image_tokens: Sequence[int] = ()
+    """Tokens at which the model looks for an image, a video or sound; empty if rows have none."""
 
     @property
     def reads_sampled(self) -> bool:
@@ -269,7 +269,7 @@ class Trajectory:
             _ = self.setting.engine.image_reader
         except ConfigError as error:
             raise ConfigError(f"{where} {error}") from error
-        if self.setting.image_token is None:
+        if not self.setting.image_tokens:
             raise ConfigError(
                 f"{where} the rows of this run have none, so its rollout may not read them. Set "
                 "environment.images=true."
@@ -289,12 +289,11 @@ class Trajectory:
 
     @property
     def _ends_with_image_token(self) -> bool:
-        """True if the policy has sampled an image token, after which no turn can follow.
+        """True if the policy has sampled the token of an image, after which no turn can follow.
 
-        The model would look for the image of this token.
+        The model would look for the image (or the video or sound) of this token.
         """
-        token = self.setting.image_token
-        return token is not None and self.num_turns > 0 and self.sample.stop_token == token
+        return self.num_turns > 0 and self.sample.stop_token in self.setting.image_tokens
 
     def note_time(self, busy_s: float) -> None:
         """Record that an answer has arrived, on which the environment worked for `busy_s`."""

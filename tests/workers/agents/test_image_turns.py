@@ -41,7 +41,7 @@ def new_loop(
 ) -> tuple[TurnLoop, SamplingParams]:
     tokenizer = case.reader.processor.tokenizer
     tokenizer.name_or_path = str(folder)
-    stops = (tokenizer.eos_token_id, case.reader.token_id)
+    stops = (tokenizer.eos_token_id, *case.reader.stop_ids)
     engine = engine_of(name, case.module, folder, response_width=400)
     config = EnvironmentConfig(**{"max_tokens_per_turn": 6, "retries": 0, **settings})
     chat = TurnRenderer(tokenizer, [], stops)
@@ -67,7 +67,7 @@ def play(
         row = {"class": "Shows", "settings": {"turns": shown}, "agent": "looks"}
         row |= {"arguments": {"turns": shown}, **rows[number]}
         begun += starts(number, number + 1, **row)
-    numbers = loop.submit(begun, sampling, num_open, case.reader.token_id)
+    numbers = loop.submit(begun, sampling, num_open, case.reader.stop_ids)
     ended = loop.take()
     return [ended[number] for number in numbers]
 
@@ -226,7 +226,7 @@ def test_a_chat_with_another_image_of_the_same_size_is_read_again(
     loop, sampling = new_loop(case, tmp_path, "native", agents)
     sampling = replace(sampling, logit_bias=((1, 1e4),))  # the turn ends as the template writes it
     row = {"agent": "swaps", "arguments": dict(zip(("first", "second"), paths, strict=True))}
-    loop.submit(starts(0, 1, **row), sampling, 64, case.reader.token_id)
+    loop.submit(starts(0, 1, **row), sampling, 64, case.reader.stop_ids)
     (trajectory,) = loop.take().values()
     assert (trajectory.ended, trajectory.problem) == ("terminated", "")
     assert [sha for _, sha, *_ in trajectory.sample.images] == [image_ref(p).sha for p in paths]
@@ -243,7 +243,7 @@ def test_an_agent_can_send_the_prompt_of_a_row_with_images(
     parts = [{"type": "image", **ref._asdict()}, {"type": "text", "text": "what?"}]
     prompt = [{"role": "user", "content": parts}]
     row = {"agent": "looks_at_its_prompt", "arguments": {}, "prompt": prompt}
-    loop.submit(starts(0, 1, **row), sampling, 64, case.reader.token_id)
+    loop.submit(starts(0, 1, **row), sampling, 64, case.reader.stop_ids)
     (trajectory,) = loop.take().values()
     assert [sha for _, sha, *_ in trajectory.sample.images] == [ref.sha]
 
@@ -263,9 +263,9 @@ def test_an_agent_reads_in_words_why_an_image_is_rejected(
         ("data:image/png,AAAA", "it is not base64"),
     ]
     without_key = [(good, "sample 1: it has images, but the rows of this run have none")]
-    for number, (token, rejected) in enumerate(((case.reader.token_id, urls), (None, without_key))):
+    for number, (tokens, rejected) in enumerate(((case.reader.stop_ids, urls), ((), without_key))):
         row = {"agent": "sends_image_urls", "arguments": {"urls": rejected}}
-        loop.submit(starts(number, number + 1, **row), sampling, 64, token)
+        loop.submit(starts(number, number + 1, **row), sampling, 64, tokens)
         (trajectory,) = loop.take().values()
         assert (trajectory.ended, trajectory.problem) == ("terminated", "")
 
@@ -307,7 +307,7 @@ def test_bad_images_of_an_observation_are_failures_with_the_reason(
         text = "<image><image>" if len(begun) == 2 else "a"
         row = {"class": "Says", "settings": {"text": text, "images": images}}
         begun += starts(number, number + 1, **row)
-    loop.submit(begun, sampling, 64, case.reader.token_id)
+    loop.submit(begun, sampling, 64, case.reader.stop_ids)
     for trajectory, (words, _) in zip(loop.take().values(), BAD.values(), strict=True):
         assert (trajectory.ended, trajectory.num_turns) == ("environment", 1)
         assert re.search(rf"{words}.*\n    at .*games\.py, line \d+$", trajectory.problem)
@@ -348,7 +348,7 @@ def test_a_trajectory_ends_after_a_sampled_image_token(
     for played_by in (host, agents):
         loop, sampling = new_loop(case, tmp_path, engine, played_by)
         sampling = replace(sampling, logit_bias=((token, 1e4),))
-        loop.submit(starts(0, 1, **row), sampling, 64, token)
+        loop.submit(starts(0, 1, **row), sampling, 64, (token,))
         (trajectory,) = loop.take().values()
         assert (trajectory.ended, trajectory.problem) == ("max_turns", "")
         assert trajectory.sample.tokens.tolist() == [token]
@@ -367,7 +367,7 @@ def test_each_player_has_the_images_of_its_own_observations(
     loop, sampling = new_loop(case, tmp_path, "native", duel)
     paths = [f"{tmp_path}/{number}.png" for number in range(3)]
     begun = starts_of(1, **{"class": "ShowsTwo", "settings": {"paths": paths}})
-    loop.submit(begun, sampling, 64, case.reader.token_id)
+    loop.submit(begun, sampling, 64, case.reader.stop_ids)
     white, black = loop.take().values()
     assert (white.ended, black.ended, white.problem) == ("terminated", "terminated", "")
     shown = [[sha for _, sha, *_ in player.sample.images] for player in (white, black)]

@@ -102,7 +102,8 @@ def test_a_turn_after_observed_images_has_the_log_probs_of_transformers(
     engine = engine_of(tmp_path, reads_images=True, response_width=200)
     engine.load_weights(named_state(case.module))
     engine.commit(0)
-    no_image = ((case.reader.token_id, -1e4),)  # no turn follows a sampled image token
+    # no turn follows a sampled token of an image, a video or sound
+    no_image = tuple((token, -1e4) for token in case.reader.stop_ids)
     sampling = SamplingParams(max_tokens=200, stop_token_ids=(1,), logit_bias=no_image)
     first = [replace(sample, end_at=5) for sample in samples_of(case, [0, 1, 2])]
     shown = [case.refs[3][:1], case.refs[3][1:3], []] * 2
