@@ -35,7 +35,7 @@ class Gpu:
     products: float
     """Floating-point operations of products in bfloat16."""
     attention: float
-    """Those of the forward pass of attention."""
+    """Floating-point operations of the forward pass of attention."""
     attention_backward: float
     memory: float
     """Bytes of memory."""
@@ -74,7 +74,7 @@ class Operation:
 
     @property
     def kind(self) -> str:
-        """What its time depends on: attention, products, sorts, or memory."""
+        """Return the limit of its time: attention, products, sorts, or memory."""
         if self.name.startswith("attention"):
             return "attention"
         if self.flops:
@@ -244,10 +244,9 @@ def place() -> str:
 def fused(operations: Sequence[Operation], eager: str = "nowhere") -> list[Operation]:
     """Return operations as a compiler runs them: neighbors without a product are one kernel.
 
-    Operations in files whose path begins with `eager` stay as they are.
-
-    A kernel reads what was made before it, and writes what is read after it. `compiled` layers are
-    graphs of their own, but neighbors are fused here across their borders, too.
+    Operations in files whose path begins with `eager` are not fused. A kernel reads the tensors
+    that existed before it, and writes those that are read after it. A compiler never fuses across
+    the borders of compiled layers; this function does.
     """
     last_read = {key: at for at, op in enumerate(operations) for key, _ in op.reads}
     existed: set[int] = set()
@@ -265,9 +264,9 @@ def fused(operations: Sequence[Operation], eager: str = "nowhere") -> list[Opera
                     reads[key] = max(size, reads.get(key, 0))
             for key, size in operation.writes:
                 writes[key] = max(size, writes.get(key, 0))
-        kept = [(k, s) for k, s in writes.items() if k in existed or last_read.get(k, -1) >= end]
+        used = [(k, s) for k, s in writes.items() if k in existed or last_read.get(k, -1) >= end]
         existed.update(writes)
-        result.append(replace(run[0], name="fused", reads=list(reads.items()), writes=kept))
+        result.append(replace(run[0], name="fused", reads=list(reads.items()), writes=used))
         run.clear()
 
     for at, operation in enumerate(operations):

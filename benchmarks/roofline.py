@@ -100,18 +100,26 @@ def on_meta(recorder: Recorder) -> Iterator[None]:
 
     kernel = VarlenKernel("flash attention", attend, torch.bfloat16, has_softcap=True)
     bounds, rows_per_chunk = attention._bounds, lm_head.rows_per_chunk
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "torch.optim.optimizer._get_fused_kernels_supported_devices": lambda: ["meta"],
+        "workers.training.build.find_kernel": lambda *_: (kernel, ""),
+        "workers.training.build.load_weights": move_buffers,
+        "workers.training.attention._bounds": with_lengths,
+        "workers.training.parts.compile.all_reduce": lambda *_: False,
+        "workers.training.lm_head.rows_per_chunk": lambda config, words=None, _="": rows_per_chunk(
+            config, words, "cuda"
+        ),
+    }
+    with patched(stand_ins):
+        yield
+
+
+@contextmanager
+def patched(stand_ins: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Context in which these names are bound to stand-ins."""
     with ExitStack() as stack:
-        for target, new in {
-            "torch.optim.optimizer._get_fused_kernels_supported_devices": lambda: ["meta"],
-            "workers.training.build.find_kernel": lambda *_: (kernel, ""),
-            "workers.training.build.load_weights": move_buffers,
-            "workers.training.attention._bounds": with_lengths,
-            "workers.training.parts.compile.all_reduce": lambda *_: False,
-            "workers.training.lm_head.rows_per_chunk": lambda config, words=None, _="": (
-                rows_per_chunk(config, words, "cuda")
-            ),
-        }.items():
-            stack.enter_context(patch(target, new))
+        for target, stand_in in stand_ins.items():
+            stack.enter_context(patch(target, stand_in))
         yield
 
 
@@ -184,12 +192,11 @@ def decoded_token(size: str, num_rows: int, prompt: int, layers: int = 0) -> Rec
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     move_buffers(module)
     recorders = []
-    with ExitStack() as stack:
-        for target, new in {
-            "workers.rollout.native.engine.check_decoding": lambda *_: None,
-            "workers.rollout.native.engine.agrees": lambda _: True,
-        }.items():
-            stack.enter_context(patch(target, new))
+    checks: dict[str, Callable[..., Any]] = {
+        "workers.rollout.native.engine.check_decoding": lambda *_: None,
+        "workers.rollout.native.engine.agrees": lambda _: True,
+    }
+    with patched(checks):
         for num_tokens in (3, 4):
             recorders.append(Recorder())
             limits = EngineLimits(prompt, 512, max_num_seqs=num_rows)

@@ -31,7 +31,7 @@ from workers.parallel.sharding import dims_of
 P = TypeVar("P", bound=PPOConfig)
 
 TRIED_COUNTS = 8
-"""How many numbers of recomputed layers are tried."""
+"""Maximum number of numbers of recomputed layers that are tried."""
 FILLED = 0.9
 """Share of a GPU that the roles may need when layers are not recomputed."""
 SHARE_OF_A_MACHINE = 0.5
@@ -184,6 +184,8 @@ def recomputed_layers_that_fit(config: PPOConfig, devices: Devices) -> dict[str,
     A tenth of each GPU stays free, because a pass that does not fit costs more than recomputation.
     Return None if the user has decided, without GPUs, or if all layers must be recomputed.
     """
+    if devices.type != "cuda" or devices.bytes is None:
+        return None
     sections: dict[str, Any] = {
         "actor": config.actor_rollout_ref.model,
         "critic": config.critic.model,
@@ -195,7 +197,7 @@ def recomputed_layers_that_fit(config: PPOConfig, devices: Devices) -> dict[str,
         if role in models and section.enable_gradient_checkpointing is None
     ]
     is_placed = {*pools.values()} <= config.resource_pool_spec.keys()
-    if not keys or devices.type != "cuda" or devices.bytes is None or not is_placed:
+    if not keys or not is_placed:
         return None
     try:
         num_layers = (

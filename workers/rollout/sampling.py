@@ -68,7 +68,7 @@ than that, because it profiles its own sampler with its largest batch.
 
 
 UNFILTERED_ON_GPU = 4
-"""How many times more logits are sampled from together on a GPU if none are filtered out.
+"""Factor by which `LOGITS_AT_ONCE` is larger on a GPU if no token is filtered out.
 
 An H100 needed 0.4 GiB for 64 rows of that vocabulary, so 256 rows need at most 1.6 GiB.
 """
