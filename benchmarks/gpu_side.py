@@ -447,7 +447,6 @@ def mfu_compiled(trial: Trial) -> Iterator[Figure]:
         {
             "compiled, recomputed": {"compile": "on"},
             "7B, 8 layers, compiled, recomputed": {"compile": "on", "size": "7b-8-layers"},
-            "compiled, float8": {"compile": "on", "fp8_linear": True},
         },
     )
 

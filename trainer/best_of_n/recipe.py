@@ -47,7 +47,6 @@ ONLY_IN_TRAINING = (
     "actor_rollout_ref.model.share_prefixes",
     "actor_rollout_ref.model.use_fused_kernels",
     "actor_rollout_ref.model.compile",
-    "actor_rollout_ref.model.fp8_linear",
     "actor_rollout_ref.model.lora_rank",
     "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",

@@ -148,15 +148,13 @@ def complete(
 
 
 def needs_correction(config: PPOConfig) -> str:
-    """Return why quantized weights or fp8 products need a correction; "" if they do not."""
+    """Return why quantized weights need a correction; "" if they do not."""
     rollout = config.actor_rollout_ref.rollout
     key, quantization = "quantization", rollout.quantization
     if not quantization and rollout.name == "vllm":
         key, quantization = "engine_kwargs.quantization", rollout.engine_kwargs.get("quantization")
     if quantization and not rollout.server_urls:
         return f"actor_rollout_ref.rollout.{key}={quantization} rounds the rollout's weights"
-    if config.actor_rollout_ref.model.fp8_linear:
-        return "actor_rollout_ref.model.fp8_linear=true rounds the trainer's products"
     return ""
 
 

@@ -47,7 +47,6 @@ AXES = ("tp", "sp", "pp", "ep")
 PLAIN: dict[str, Any] = {
     "attn_implementation": "auto",
     "compile": "off",
-    "fp8_linear": False,
     "param_offload": None,
     "optimizer_offload": None,
     "fsdp_size": -1,

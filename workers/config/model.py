@@ -273,8 +273,6 @@ class ModelConfig(Section):
     """Dtype of the forward and backward passes; null: bfloat16 on GPUs, otherwise `dtype`."""
     compile: str = config_field("auto", choices=COMPILES, may_change_on_resume=True)
     """Compile layers with torch.compile; `auto`: only on GPUs."""
-    fp8_linear: bool = config_field(False, may_change_on_resume=True)
-    """Train linear layers in float8 (Ada, Hopper and newer)."""
     freeze_vision_tower: bool = config_field(
         True, read_when=TOWER_MAY_LEARN, verl="actor_rollout_ref.actor.freeze_vision_tower"
     )

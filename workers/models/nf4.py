@@ -110,15 +110,11 @@ def check_nf4(config: ModelConfig) -> None:
             f"{key} with {section}.lora_rank=0: 4-bit weights cannot be trained, only adapters on "
             f"them. Set {section}.lora_rank, for example to 16, or leave out quantization."
         )
-    for setting, is_set in (
-        ("compile=on", config.compile == "on"),
-        ("fp8_linear=true", config.fp8_linear),
-    ):
-        if is_set:
-            raise ConfigError(
-                f"{key} with {section}.{setting}: bitsandbytes computes the products of the base. "
-                "Leave out one of the keys."
-            )
+    if config.compile == "on":
+        raise ConfigError(
+            f"{key} with {section}.compile=on: bitsandbytes computes the products of the base. "
+            "Leave out one of the keys."
+        )
     try:
         bitsandbytes()
     except ImportError as error:

@@ -185,7 +185,6 @@ def test_casts_and_products_match_the_dequantized_weight() -> None:
     [
         ({"lora_rank": 0}, r"quantization=nf4 with .*lora_rank=0: 4-bit weights cannot be trained"),
         ({"compile": "on"}, "quantization=nf4 with .*compile=on"),
-        ({"fp8_linear": True}, "quantization=nf4 with .*fp8_linear=true"),
     ],
 )
 def test_settings_without_4_bit_support_are_rejected(

@@ -46,10 +46,6 @@ def parts_of(model: Model) -> list[ModelPart]:
         parts.append(ExpertSpread())
     if settings.replays_routing:
         parts.append(RouterReplay())  # needs the layers of all stages
-    if config.fp8_linear and not settings.quantization:
-        from workers.training.parts.float8 import Float8
-
-        parts.append(Float8())
     compiles = model.device.type == "cuda" and settings.quantization != "nf4"
     if config.compile == "on" or (config.compile == "auto" and compiles):
         from workers.training.parts.compile import Compile
