@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,7 @@ from workers.training.optim import (
     build_optimizer,
     guarded_step,
 )
+from workers.training.out_of_memory import run_to_the_end
 from workers.training.packing import check_rows
 from workers.training.readings import INPUTS, TOKENS, Reading, RowScores
 
@@ -65,6 +67,9 @@ if TYPE_CHECKING:
     from verl_like.process.worker import Worker
     from workers.config import OptimConfig
     from workers.training.role_model import RoleModelSpec
+
+OUT_OF_MEMORY = "out_of_memory"
+"""Number of ranks that ran out of memory, next to the metrics of a mini-batch."""
 
 
 class TrainEngine(Model):
@@ -149,14 +154,16 @@ class TrainEngine(Model):
         try:
             cuts = self.cut(batch.columns, budget)
             batches = micro_batches(batch.columns, cuts, self.groups.data, self.device)
-            for part in self.parts:
-                loss = part.extend_loss(self, self.reading, batches, loss)
-            set_training_mode(self.module)
-            if self.gradient_watch is not None:
-                self.gradient_watch.begin()
-            totals = self.add_gradients(batch, batches, loss, pass_outputs)
-            if self.gradient_watch is not None:
-                self.gradient_watch.drop_unreached(self.groups.loss)
+            run = partial(self.run_passes, batch, loss, pass_outputs)
+            totals, problem = run_to_the_end(self, batches, run, self.has_gradients)
+            metrics: dict[str, float] = {}
+            if self.layers.has_last:
+                if self.groups.data is not None:
+                    totals[OUT_OF_MEMORY] = torch.full((), float(bool(problem)), device=self.device)
+                summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
+                metrics = dict(zip(totals, summed.tolist(), strict=True))
+            if metrics.pop(OUT_OF_MEMORY, 0):
+                raise torch.OutOfMemoryError(problem or "another rank ran out of memory")
         except BaseException:
             # gradients of an incomplete mini-batch must not reach an optimizer step
             self.optimizer.zero_grad(set_to_none=True)
@@ -165,14 +172,28 @@ class TrainEngine(Model):
             self.module.eval()
         self.has_gradients = True
         self.names_of_step += batch.names
-        metrics: dict[str, float] = {}
-        if self.layers.has_last:
-            summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
-            metrics = dict(zip(totals, summed.tolist(), strict=True))
         metrics = self.layers.from_last(metrics)
         for part in self.parts:
             metrics |= part.metrics(self)
         return metrics
+
+    def run_passes(
+        self,
+        batch: MiniBatch,
+        loss: Loss,
+        pass_outputs: PassOutputs | None,
+        batches: MicroBatches,
+    ) -> dict[str, torch.Tensor]:
+        """Run all passes of a mini-batch; return this rank's contributions to the metrics."""
+        for part in self.parts:
+            loss = part.extend_loss(self, self.reading, batches, loss)
+        set_training_mode(self.module)
+        if self.gradient_watch is not None:
+            self.gradient_watch.begin()
+        totals = self.add_gradients(batch, batches, loss, pass_outputs)
+        if self.gradient_watch is not None:
+            self.gradient_watch.drop_unreached(self.groups.loss)
+        return totals
 
     def add_gradients(
         self,

@@ -337,8 +337,13 @@ def micro_batches(
         picked = {name: column.index_select(0, index) for name, column in columns.items()}
         batches.append((picked, len(rows)))
     for _ in range(count - len(cuts)):
-        batches.append(({name: _dummy(column) for name, column in columns.items()}, 0))
+        batches.append(dummy_of(columns))
     return batches
+
+
+def dummy_of(columns: RowColumns) -> tuple[RowColumns, int]:
+    """Return a micro-batch of one row without tokens."""
+    return {name: _dummy(column) for name, column in columns.items()}, 0
 
 
 def _dummy(column: Column) -> Column:

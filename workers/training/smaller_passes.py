@@ -1,4 +1,4 @@
-"""Repeat a mini-batch in smaller passes if the GPU runs out of memory."""
+"""Repeat a mini-batch in smaller passes if the GPU of a rank runs out of memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from workers.training.loss import Loss
-from workers.training.microbatch import MicroBatchBudget, MiniBatch
+from workers.training.microbatch import MicroBatchBudget, MiniBatch, all_reduce
+from workers.training.out_of_memory import can_repeat
 from workers.training.parts.load_balancing import LoadBalancing
 
 if TYPE_CHECKING:
@@ -23,11 +25,10 @@ def forward_backward_with_retry(
     """Run `engine.forward_backward` with this budget, or with a smaller one if memory runs out.
 
     Repeating the mini-batch computes the same gradients, as sums over more passes. The engine
-    remembers which smaller budget fitted. Only a rank that trains alone repeats passes: other ranks
-    would wait in the collectives of the repeated passes.
+    remembers which smaller budget fitted.
     """
     is_balanced = loss.is_balanced and engine.part(LoadBalancing) is not None
-    if not engine.is_alone or is_balanced or engine.has_gradients:
+    if is_balanced or not can_repeat(engine, engine.has_gradients):
         return engine.forward_backward(batch, budget, loss)
     while True:
         fitting = budget
@@ -55,5 +56,7 @@ def forward_backward_with_retry(
 
 
 def _longest(engine: TrainEngine, batch: MiniBatch) -> int:
-    """Return the number of tokens of the longest row, for which every budget has room."""
-    return max(engine.row_passes.lengths(engine.reading.reads(batch.columns)), default=0)
+    """Return the number of tokens of the longest row of any rank, for which a budget has room."""
+    lengths = engine.row_passes.lengths(engine.reading.reads(batch.columns))
+    longest = torch.tensor(max(lengths, default=0), device=engine.device)
+    return int(all_reduce(longest, engine.groups.data, dist.ReduceOp.MAX))

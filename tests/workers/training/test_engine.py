@@ -4,7 +4,6 @@ import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +26,8 @@ from workers.models.causal_lm import checkpointed_layers
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training.loss import Loss, lm_loss
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import guarded_step
-from workers.training.smaller_passes import forward_backward_with_retry
 
 
 def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:
@@ -162,73 +159,6 @@ def test_an_error_within_a_mini_batch_leaves_no_gradient_behind(
     other.update_actor(make_batch(4))
     assert len(passes) == 4
     assert actor.weights_checksum() == other.weights_checksum()
-
-
-def out_of_memory(actor: Any, most_rows: int) -> list[int]:
-    """Let passes of more rows run out of memory; return the list of the passes' rows."""
-    passes: list[int] = []
-    policy_loss = actor.objective_settings.policy_loss
-
-    def needs_memory(**columns: Any) -> Any:
-        passes.append(len(columns["log_prob"]))
-        if passes[-1] > most_rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
-        return policy_loss(**columns)
-
-    actor.objective_settings.policy_loss = needs_memory
-    return passes
-
-
-def test_a_mini_batch_out_of_memory_is_repeated_in_smaller_passes(
-    tiny_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    actor, small = (
-        tiny_actor(tiny_dir, ppo_mini_batch_size=4, ppo_micro_batch_size_per_gpu=rows)
-        for rows in (4, 1)
-    )
-    passes = out_of_memory(actor, most_rows=1)
-    metrics, expected = actor.update_actor(make_batch(8)), small.update_actor(make_batch(8))
-    assert passes == [4, 2, 1, 1, 1, 1, 1, 1, 1, 1], "the second mini-batch fits at once"
-    assert actor.weights_checksum() == small.weights_checksum()
-    assert metrics["actor/pg_loss"] == expected["actor/pg_loss"]
-    assert metrics["actor/grad_norm"] == expected["actor/grad_norm"]
-    assert "CUDA out of memory: the mini-batch is repeated in passes of 2 rows" in caplog.text
-
-
-def test_a_single_row_out_of_memory_ends_the_run(tiny_dir: Path) -> None:
-    actor = tiny_actor(tiny_dir, ppo_mini_batch_size=2, ppo_micro_batch_size_per_gpu=2)
-    passes = out_of_memory(actor, most_rows=0)
-    with pytest.raises(torch.OutOfMemoryError):
-        actor.update_actor(make_batch(2))
-    assert passes == [2, 1]
-
-
-def test_smaller_passes_have_room_for_the_longest_row() -> None:
-    passes: list[int | None] = []
-
-    def train(_: Any, fitting: MicroBatchBudget, __: Loss) -> dict[str, float]:
-        passes.append(fitting.tokens)
-        if (fitting.tokens or 0) > 700:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return {}
-
-    engine: Any = SimpleNamespace(
-        is_alone=True,
-        has_gradients=False,
-        part=lambda kind: None,
-        forward_backward=train,
-        reading=SimpleNamespace(reads=lambda lengths: lengths),
-        row_passes=SimpleNamespace(lengths=list),
-        smaller_budgets={},
-    )
-    budget = MicroBatchBudget(tokens=1000)
-    for longest in (600, 650, 200):
-        batch: Any = SimpleNamespace(columns=[longest, 100])
-        forward_backward_with_retry(engine, batch, budget, lm_loss())
-    assert passes == [1000, 600, 650, 600]
-    batch = SimpleNamespace(columns=[800])
-    with pytest.raises(torch.OutOfMemoryError):
-        forward_backward_with_retry(engine, batch, budget, lm_loss())
 
 
 def test_gradients_are_clipped_by_their_global_norm() -> None:
