@@ -33,7 +33,14 @@ from verl_like.process.store import SIGNATURE_BYTES, SignedStore
 from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
 from workers.parallel.offload import lock_pages
-from workers.weights.checksum import NamedTensors, Stopwatch, copy_hashed, hash_of, hashes_of
+from workers.weights.checksum import (
+    NamedTensors,
+    Stopwatch,
+    copy_hashed,
+    hash_of,
+    hash_on_device,
+    hashes_of,
+)
 
 TRANSFER_TIMEOUT = timedelta(seconds=120)
 """Time limit of one broadcast, including the gathering of its tensors."""
@@ -67,6 +74,8 @@ class Bucket:
 
     entries: list[list[Any]]
     payload: Tensor
+    hashed_on_device: bool = False
+    """True if the hashes are of `hash_on_device`, as receivers on GPUs compute them."""
 
     def places(self) -> list[tuple[int, int]]:
         """Return the start and end of each tensor's bytes in the payload."""
@@ -98,12 +107,20 @@ def aligned(place: int) -> int:
 
 
 def fill_buckets(
-    tensors: NamedTensors, limit: int, room: AllocateBuffer, watch: Stopwatch, lends: bool = True
+    tensors: NamedTensors,
+    limit: int,
+    room: AllocateBuffer,
+    watch: Stopwatch,
+    lends: bool = True,
+    hashes_first: bool = False,
 ) -> Iterator[Bucket]:
     """Copy tensors into buckets of at most `limit` bytes, and hash them.
 
     A tensor larger than `limit` gets its own bucket. It is not copied if it is on the device of the
     buckets and the caller `lends` its tensors, that is, does not change them during the transfer.
+
+    With `hashes_first`, tensors are hashed on their device before they are copied. Neither waits
+    for the device, so the hashes are tensors, and the copies may not have ended.
     """
     number = filled = 0
     entries: list[list[Any]] = []
@@ -113,7 +130,7 @@ def fill_buckets(
         entry: list[Any] = [name, str(tensor.dtype), list(tensor.shape), None]
         start = aligned(filled)
         if entries and start + len(content) > limit:
-            yield _hashed(Bucket(entries, memory[:filled]), watch)
+            yield _hashed(Bucket(entries, memory[:filled], hashes_first), watch)
             number, filled, start, entries = number + 1, 0, 0, []
             memory = room(number, limit)
         if len(content) > limit and lends and content.device == memory.device:
@@ -126,13 +143,16 @@ def fill_buckets(
         entries.append(entry)
         filled = start + len(content)
         place = memory[start:filled]
-        if place.is_cpu and content.is_cpu:
+        if hashes_first:
+            entry[3] = hash_on_device(content)
+            place.copy_(content, non_blocking=True)
+        elif place.is_cpu and content.is_cpu:
             with watch.running():
                 entry[3] = copy_hashed(place, content)
         else:
             place.copy_(content, non_blocking=True)
     if entries:
-        yield _hashed(Bucket(entries, memory[:filled]), watch)
+        yield _hashed(Bucket(entries, memory[:filled], hashes_first), watch)
 
 
 def _hashed(bucket: Bucket, watch: Stopwatch) -> Bucket:
@@ -219,15 +239,18 @@ class Channel:
     def _start_bucket(self, number: int, bucket: Bucket) -> list[dist.Work]:
         """Start sending a bucket.
 
-        Published weights are first copied from host memory to this channel's GPU. They are hashed
-        again on the GPU, because receivers hash on GPUs, too.
+        Published weights are first copied from host memory to this channel's GPU. If their hashes
+        are not of the receivers' kind, they are hashed again.
         """
-        if self.device.type != "cpu" and bucket.payload.is_cpu:
-            payload = self.room(number, len(bucket.payload))
-            payload.copy_(bucket.payload, non_blocking=True)
-            with self.watch.running():
-                hashes = hashes_of(Bucket(bucket.entries, payload).contents())
-            entries = [[*e[:3], value] for e, value in zip(bucket.entries, hashes, strict=True)]
+        if bucket.payload.is_cpu and (bucket.hashed_on_device or self.device.type != "cpu"):
+            payload, entries = bucket.payload, bucket.entries
+            if self.device.type != "cpu":
+                payload = self.room(number, len(bucket.payload))
+                payload.copy_(bucket.payload, non_blocking=True)
+            if bucket.hashed_on_device != (self.device.type != "cpu"):
+                with self.watch.running():
+                    hashes = hashes_of(Bucket(entries, payload).contents())
+                entries = [[*e[:3], value] for e, value in zip(entries, hashes, strict=True)]
             bucket = Bucket(entries, payload)
         header = {"number": number, "tensors": bucket.entries}
         started = self._start_header(bucket.payload.numel(), header)

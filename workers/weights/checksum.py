@@ -47,8 +47,12 @@ def hashes_of(payloads: Sequence[Tensor]) -> list[int]:
     """Return `hash_of` for each tensor; the hashes on a device are copied to the host together."""
     if not payloads or payloads[0].is_cpu:
         return [xxhash.xxh3_64_intdigest(payload.numpy().data) for payload in payloads]
-    numbers = torch.stack([hash_on_device(payload) for payload in payloads])
-    values: list[int] = to_host(numbers).tolist()
+    return fetched([hash_on_device(payload) for payload in payloads])
+
+
+def fetched(hashes: Sequence[Tensor]) -> list[int]:
+    """Copy hashes to the host together, which waits for the device once."""
+    values: list[int] = to_host(torch.stack(list(hashes))).tolist() if hashes else []
     return values
 
 
@@ -138,8 +142,7 @@ def float32_hash(tensor: Tensor) -> Tensor:
 def checksum_of_hashes(hashes: Mapping[str, NumberedTensor]) -> str:
     """Return the checksum of tensors from their shapes and `float32_hash`es."""
     numbers = [number for _, number in hashes.values()]
-    fetched: list[int] = to_host(torch.stack(numbers)).tolist() if numbers else []
-    parts = zip(hashes, hashes.values(), fetched, strict=True)
+    parts = zip(hashes, hashes.values(), fetched(numbers), strict=True)
     return digest_of((name, shape, number) for name, (shape, _), number in parts)
 
 

@@ -34,6 +34,8 @@ from workers.weights.channel import TRANSFER_TIMEOUT, Channel, Connection, name_
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=20)
 """Time that a rank waits for the other ranks to register."""
+MOST_CTAS = 4
+"""Multiprocessors that NCCL may use for weights."""
 LOOK_S = 0.5
 """Seconds between a joining rank's checks that the sync has not been given up."""
 GIVEN_UP = "given up"
@@ -286,12 +288,15 @@ def _gloo_devices(host: str) -> list[Any]:
 def group_of_gpus(store: Store, rank: int, size: int) -> Any:
     """Create the NCCL group, which needs a separate GPU for every rank.
 
-    NCCL's time limit is longer than gloo's, because only the error of gloo names a lost rank. When
+    The group gets few of the GPU's multiprocessors, because a delivery runs while the trainer's
+    ranks communicate over another group, and neither may keep the other from starting. NCCL's time
+    limit is longer than gloo's, because only the error of gloo names a lost rank. When
     NCCL fails, torch may only abort this group. By default it would end the whole process, so a
     lost generator would end the trainer.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * TRANSFER_TIMEOUT
+    options.config.max_ctas = MOST_CTAS
     with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

@@ -32,7 +32,7 @@ from workers.weights.channel import (
     allocate_buffer,
     fill_buckets,
 )
-from workers.weights.checksum import NamedTensors, Stopwatch, hash_of
+from workers.weights.checksum import NamedTensors, Stopwatch, fetched, hash_of
 from workers.weights.connection import Connections
 from workers.weights.host_copy import PREFIX, encode_changes
 
@@ -311,10 +311,19 @@ class Snapshot:
         bucket_mb: float,
         merging: dict[str, Any] | None = None,
     ) -> None:
-        """Replace the contents with copies of these tensors, and reuse the memory."""
+        """Replace the contents with copies of these tensors, and reuse the memory.
+
+        Weights of a GPU are hashed there, while the trainer waits. With `merging`, hashes of host
+        memory tell which tensors have changed.
+        """
         self.version, self.merging, self.watch = version, merging, Stopwatch()
-        limit = int(bucket_mb * 2**20)
-        self.buckets = list(fill_buckets(tensors, limit, self._room, self.watch, lends=False))
+        limit, on_device = int(bucket_mb * 2**20), self.on_gpu and merging is None
+        filling = fill_buckets(tensors, limit, self._room, self.watch, False, on_device)
+        self.buckets = list(filling)
+        if on_device:  # waits for the copies, too
+            entries = [entry for bucket in self.buckets for entry in bucket.entries]
+            for entry, value in zip(entries, fetched([e[3] for e in entries]), strict=True):
+                entry[3] = value
         del self._rooms[len(self.buckets) :]
 
     def _room(self, number: int, num_bytes: int) -> Tensor:

@@ -23,7 +23,8 @@ from tests.workers.stand_ins import (
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
-from workers.weights import channel
+from workers.models.tensor_files import byte_view
+from workers.weights import channel, checksum
 from workers.weights.channel import SyncReport
 from workers.weights.checksum import checksum_of
 from workers.weights.receiver import WeightReceiver
@@ -156,14 +157,58 @@ def test_weights_of_a_gpu_are_copied_into_page_locked_memory(
     assert sorted(locked) == sorted(buffer.data_ptr() for buffer in buffers)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
-def test_snapshots_of_a_gpu_and_a_cpu_have_equal_hashes() -> None:
-    weights = {"a": torch.randn(300, 7), "none": torch.zeros(0), "b": torch.randn(5)}
-    on_cpu, on_gpu = Snapshot(), Snapshot(on_gpu=True)
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_published_weights_of_a_gpu_are_hashed_there_and_fetched_once(
+    monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    fetches: list[int] = []
+    if device == "cpu":
+        monkeypatch.setattr(channel, "lock_pages", lambda *_: None)
+
+    def to_host(numbers: torch.Tensor) -> torch.Tensor:
+        fetches.append(len(numbers))
+        return numbers.cpu()
+
+    monkeypatch.setattr(checksum, "to_host", to_host)
+    weights = {"a": torch.randn(300, 7), "none": torch.zeros(0), "b": torch.randn(5).bfloat16()}
+    snapshot = Snapshot(on_gpu=True)
+    snapshot.fill(0, ((name, tensor.to(device)) for name, tensor in weights.items()), 1e-6)
+    assert fetches == [3], "no bucket waits for the device"
+    for (name, copy), (_, _, value) in zip(
+        snapshot.tensors(), snapshot.manifest().values(), strict=True
+    ):
+        assert torch.equal(copy, weights[name])
+        assert value == int(checksum.hash_on_device(byte_view(weights[name])))
+    changes = Snapshot(on_gpu=True)
+    changes.fill(0, weights.items(), 1.0, merging={})
+    on_cpu = Snapshot()
     on_cpu.fill(0, weights.items(), 1.0)
-    on_gpu.fill(0, ((name, tensor.cuda()) for name, tensor in weights.items()), 1.0)
-    assert on_gpu.manifest() == on_cpu.manifest()
+    assert changes.manifest() == on_cpu.manifest(), "changed numbers are found in host memory"
+
+
+def test_weights_of_a_gpu_reach_a_host_with_hashes_of_host_memory(
+    actor: Group, rollout: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "lock_pages", lambda *_: None)
+    actor.workers[0].snapshots = Snapshots(on_gpu=True)
+    for version in range(2):
+        train(actor)
+        publish_weights(actor, version)
+        deliver_weights(actor, rollout, version)
+        assert versions(rollout) == [version] * 2
+        assert set(checksums(rollout)) == {checksums(actor)[0]}
 
 
 # ----------------------------------------------------------------------------------- in processes

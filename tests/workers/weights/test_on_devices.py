@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.workers.stand_ins import Group, Receiver, Sender, checksums, keeping, train, versions
 from verl_like.errors import WeightSyncError
 from workers.weights import channel, checksum, connection
+from workers.weights.sender import Snapshots
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 DEVICE = torch.device("meta")
@@ -140,18 +141,21 @@ def test_published_changes_are_sent_through_host_memory(monkeypatch: pytest.Monk
     assert set(devices) == {torch.device("cpu")}
 
 
-def test_a_published_bucket_is_copied_to_the_gpu_and_hashed_there(
-    devices: Devices, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("from_gpu", [True, False])
+def test_a_published_bucket_is_copied_to_the_gpu_with_hashes_of_a_gpu(
+    devices: Devices, monkeypatch: pytest.MonkeyPatch, from_gpu: bool
 ) -> None:
     hashed: list[torch.device] = []
 
     def hashes_of(pieces: list[Tensor]) -> list[int]:
         hashed.extend(piece.device for piece in pieces)
-        return [7] * len(pieces)
+        return [0] * len(pieces)  # as `Devices.to_host` answers
 
     monkeypatch.setattr(channel, "hashes_of", hashes_of)
+    monkeypatch.setattr(channel, "lock_pages", lambda *_: None)
     sender = Sender()
     sender.device = DEVICE  # its weights have been copied to host memory
+    sender.snapshots = Snapshots(on_gpu=from_gpu)
     receiver = on_device(Receiver())
     receiver.engine.module.head.weight = receiver.engine.module.embed.weight  # `to` untied them
     actor, rollout = Group([sender]), Group([receiver])
@@ -160,7 +164,8 @@ def test_a_published_bucket_is_copied_to_the_gpu_and_hashed_there(
     assert versions(rollout) == [4]
     assert {tensor.device for tensor in devices.sent} == {DEVICE}
     num_tensors = len(list(sender.engine.module.parameters()))
-    assert hashed == [DEVICE] * 2 * num_tensors, "by sender and receiver"
+    num_hashers = 1 if from_gpu else 2  # the receiver, and the sender if it has no such hashes
+    assert hashed == [DEVICE] * num_hashers * num_tensors
 
 
 def test_a_group_of_gpus_is_aborted_after_a_failed_transfer(
@@ -181,15 +186,20 @@ def test_torch_ends_no_process_if_a_rank_of_a_gpu_group_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     environments: list[str | None] = []
+    most_ctas: list[int] = []
 
     class ProcessGroupNCCL:
-        Options = SimpleNamespace
+        @staticmethod
+        def Options() -> SimpleNamespace:
+            return SimpleNamespace(config=SimpleNamespace())
 
         def __init__(self, store: Any, rank: int, size: int, options: Any) -> None:
+            most_ctas.append(options.config.max_ctas)
             environments.append(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"))
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", ProcessGroupNCCL, raising=False)
     monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", raising=False)
     connection.group_of_gpus(None, 0, 2)
     assert environments == ["2"], "abort the communicator, but not the process"
+    assert most_ctas == [4], "the trainer's own communicator runs at the same time"
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
