@@ -7,17 +7,29 @@ determines the tokens of each role's largest pass (`trainer.ppo.memory`, `traine
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from trainer.config.devices import Devices
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import worker_class
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.memory import GIB, LargestPass, RoleMemory, memory_of, pool_bytes, usable_bytes
+from workers.memory import (
+    GIB,
+    LargestPass,
+    RoleMemory,
+    hf_config_of,
+    memory_of,
+    pool_bytes,
+    usable_bytes,
+)
 from workers.parallel.sharding import dims_of
 from workers.training.role_model import RoleModelSpec
+
+C = TypeVar("C", bound=RunConfig)
 
 UNKNOWN = "Memory: not known"
 HEAD = (
@@ -144,6 +156,53 @@ def fits(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> bo
         total <= _usable(roles, pool, device_type, device_bytes)
         for pool, total in pool_bytes(roles).items()
     )
+
+
+TRIED_COUNTS = 8
+"""Maximum number of numbers of recomputed layers that are tried."""
+FILLED = 0.9
+"""Share of a GPU that the roles may need when layers are not recomputed."""
+
+
+def with_fewest_recomputed_layers(
+    config: C,
+    devices: Devices,
+    models: Mapping[str, RoleModelSpec],
+    memories: Callable[[C], Sequence[RoleMemory]],
+) -> C:
+    """Return the configuration with the fewest recomputed layers with which every pool fits.
+
+    `memories` returns the memory of the roles of a configuration. A tenth of each GPU stays free,
+    because a pass that does not fit costs more than recomputation. If nothing fits, all layers are
+    recomputed. The configuration stays as it is without GPUs, and for models for which the user has
+    decided or whose class cannot recompute.
+    """
+    pools = {*expand_roles(config.role_mapping).values()}
+    if devices.type != "cuda" or devices.bytes is None or not pools <= {*config.resource_pool_spec}:
+        return config
+    undecided = [
+        model
+        for model in models.values()
+        if model.trains and model.model.enable_gradient_checkpointing is None
+    ]
+    try:
+        undecided = [m for m in undecided if m.meta_module.supports_gradient_checkpointing]
+        configs = [hf_config_of(model.model).get_text_config() for model in undecided]
+        num_layers = max((text.num_hidden_layers for text in configs), default=0)
+        counts = range(0, num_layers, -(-num_layers // TRIED_COUNTS) or 1)
+        if any(model.sharding.pp > 1 for model in models.values()):
+            counts = counts[:1]
+        keys = [
+            f"{model.key.removesuffix('.path')}.enable_gradient_checkpointing"
+            for model in undecided
+        ]
+        for count in counts:
+            tried = changed(config, dict.fromkeys(keys, count))
+            if fits(memories(tried), devices.type, int(FILLED * devices.bytes)):
+                return tried
+    except (ConfigError, OSError, ValueError):  # the memory cannot be computed
+        return config
+    return changed(config, dict.fromkeys(keys, True))
 
 
 def check_fit(

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from trainer.config.devices import Devices, devices_of
 from trainer.groups.nodes import joined_cluster
-from trainer.memory import UNKNOWN, check_fit, fits, memory_table, model_memory
+from trainer.memory import (
+    UNKNOWN,
+    check_fit,
+    fits,
+    memory_table,
+    model_memory,
+    with_fewest_recomputed_layers,
+)
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import SizeRow, rows_of
@@ -22,7 +29,6 @@ from workers.memory import (
     GIB,
     LargestPass,
     RoleMemory,
-    hf_config_of,
     rollout_memory,
     sync_bytes,
 )
@@ -30,10 +36,6 @@ from workers.parallel.sharding import dims_of
 
 P = TypeVar("P", bound=PPOConfig)
 
-TRIED_COUNTS = 8
-"""Maximum number of numbers of recomputed layers that are tried."""
-FILLED = 0.9
-"""Share of a GPU that the roles may need when layers are not recomputed."""
 SHARE_OF_A_MACHINE = 0.5
 """Fraction of a machine's memory for which the passes of a CPU run are sized."""
 WAYS_OUT = {
@@ -151,7 +153,8 @@ def largest_pass(
 def check_memory(config: PPOConfig, devices: Devices) -> None:
     """Raise if the roles do not fit on their devices with the passes that the run would use."""
     if devices.bytes is not None:
-        roles = role_memories(fit_passes(config, devices), devices.type, devices.bytes)
+        config = _with_fitting_tokens(config, devices)  # recomputes all layers by default
+        roles = role_memories(config, devices.type, devices.bytes)
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
@@ -169,49 +172,20 @@ def plan_text(
 
 def fit_passes(config: P, devices: Devices) -> P:
     """Return the configuration with passes, and a number of recomputed layers, that fit."""
+    config = _with_fitting_tokens(config, devices)
+    return with_fewest_recomputed_layers(
+        config,
+        devices,
+        models_of(config),
+        lambda tried: role_memories(tried, devices.type, devices.bytes),
+    )
+
+
+def _with_fitting_tokens(config: P, devices: Devices) -> P:
     tokens = tokens_that_fit(config, devices)
-    if tokens is not None:
-        config = changed(config, {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens})
-    layers = recomputed_layers_that_fit(config, devices)
-    if layers is not None:
-        config = changed(config, layers)
-    return config
-
-
-def recomputed_layers_that_fit(config: PPOConfig, devices: Devices) -> dict[str, int] | None:
-    """Return keys with the fewest recomputed layers with which every pool fits, or None.
-
-    A tenth of each GPU stays free, because a pass that does not fit costs more than recomputation.
-    Return None if the user has decided, without GPUs, or if all layers must be recomputed.
-    """
-    if devices.type != "cuda" or devices.bytes is None:
-        return None
-    sections: dict[str, Any] = {
-        "actor": config.actor_rollout_ref.model,
-        "critic": config.critic.model,
-    }
-    models, pools = models_of(config), expand_roles(config.role_mapping)
-    keys = [
-        f"{models[role].key.removesuffix('.path')}.enable_gradient_checkpointing"
-        for role, section in sections.items()
-        if role in models and section.enable_gradient_checkpointing is None
-    ]
-    is_placed = {*pools.values()} <= config.resource_pool_spec.keys()
-    if not keys or not is_placed:
-        return None
-    try:
-        num_layers = (
-            hf_config_of(config.actor_rollout_ref.model).get_text_config().num_hidden_layers
-        )
-        counts = range(0, num_layers, -(-num_layers // TRIED_COUNTS))
-        for count in (0,) if any(model.sharding.pp > 1 for model in models.values()) else counts:
-            tried = dict.fromkeys(keys, count)
-            memories = role_memories(changed(config, tried), devices.type, devices.bytes)
-            if fits(memories, devices.type, int(FILLED * devices.bytes)):
-                return tried
-    except (ConfigError, OSError, ValueError):  # the memory cannot be computed
-        pass
-    return None
+    if tokens is None:
+        return config
+    return changed(config, {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens})
 
 
 def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes, check_ranks
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.model_config import num_positions, read_model_config
-from trainer.memory import UNKNOWN, check_fit, memory_table, model_memory, role_models
+from trainer.memory import (
+    UNKNOWN,
+    check_fit,
+    memory_table,
+    model_memory,
+    role_models,
+    with_fewest_recomputed_layers,
+)
 from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
@@ -16,6 +25,8 @@ from workers.models.memory_shapes import check_adapter
 from workers.parallel.dims import ParallelDims
 from workers.parallel.sharding import dims_of
 from workers.training.role_model import RoleModelSpec
+
+R = TypeVar("R", bound=RowConfig)
 
 WAYS_OUT = {
     "activations": "use smaller passes (data.max_token_len_per_gpu, or "
@@ -64,6 +75,14 @@ def preflight(config: RowConfig) -> None:
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
+def resolve_config(config: R) -> R:
+    """Return the configuration with as few recomputed layers as the memory of GPUs allows."""
+    devices = devices_of(config.trainer)
+    return with_fewest_recomputed_layers(
+        config, devices, role_models(config), lambda tried: role_memories(tried, devices.type)
+    )
+
+
 def role_memories(config: RowConfig, device_type: str) -> list[RoleMemory]:
     """Return the memory of every role."""
     memories = []
@@ -99,7 +118,7 @@ def plan_text(
     """Return the memory table for this run's devices, or the reason why there is none."""
     devices = devices_of(config.trainer)
     try:
-        roles = role_memories(config, devices.type)
+        roles = role_memories(resolve_config(config), devices.type)
     except (ConfigError, OSError, ValueError) as error:
         return f"{UNKNOWN}: {error}"
     return memory_table(roles, devices, max_columns, brief, heading)

@@ -24,7 +24,7 @@ from trainer.memory import role_models
 from trainer.observers.alarms import AlarmRule, skipped_updates, unchanged_weights
 from trainer.record import Metrics, Run
 from trainer.rows.config import RowConfig
-from trainer.rows.preflight import longest_row, plan_text, preflight
+from trainer.rows.preflight import longest_row, plan_text, preflight, resolve_config
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones
@@ -116,6 +116,8 @@ class RowTrainer(Trainer, Generic[R]):
         if not data.val_files:
             return (loader,)
         return loader, cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
+
+    resolve_config = staticmethod(resolve_config)
 
     @classmethod
     def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:

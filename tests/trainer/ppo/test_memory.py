@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -296,6 +297,24 @@ def test_copies_of_checkpoints_are_counted_in_host_memory(model: Path) -> None:
     assert re.search(message, text)
 
 
+def test_recomputed_layers_are_chosen_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates = []
+
+    def counted(*arguments: Any) -> Any:
+        estimates.append(arguments)
+        return role_memories(*arguments)
+
+    unset = "enable_gradient_checkpointing=null"
+    keys = f"actor_rollout_ref.model.{unset}", f"critic.model.{unset}", "trainer.simulate=8x40GiB"
+    by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true", *NO_ROWS, TOKENS.format(8192)
+    config = fit_passes(script_config(model, *by_tokens, *keys), Devices("cuda", 8, gib=40))
+    assert config.actor_rollout_ref.model.enable_gradient_checkpointing is True
+    monkeypatch.setattr("trainer.ppo.memory.role_memories", counted)
+    check_memory(config, Devices("cuda", 8, gib=40))
+    assert "NOT" not in plan_text(config)
+    assert len(estimates) == 2
+
+
 def test_as_few_layers_are_recomputed_as_memory_demands(model: Path) -> None:
     key, unset = "actor_rollout_ref.model.{}", "enable_gradient_checkpointing=null"
     by_tokens = "actor_rollout_ref.actor.use_dynamic_bsz=true", *NO_ROWS, TOKENS.format(8192)
@@ -308,7 +327,7 @@ def test_as_few_layers_are_recomputed_as_memory_demands(model: Path) -> None:
         return config.actor_rollout_ref.model.enable_gradient_checkpointing
 
     sizes = {gib: settled(gib) for gib in (40, 50, 60, 80, 300)}
-    numbers = [30 if count is None else count for count in sizes.values()]
+    numbers = [30 if count is True else count for count in sizes.values()]
     assert numbers == sorted(numbers, reverse=True)
     assert len({*numbers}) > 2
     assert sizes[300] == 0

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.config.compose import load_config
 from trainer.memory import role_models
 from trainer.preference.recipe import DPO, PreferenceConfig
-from trainer.rows.preflight import largest_pass, preflight, role_memories
+from trainer.rows.preflight import (
+    largest_pass,
+    plan_text,
+    preflight,
+    resolve_config,
+    role_memories,
+)
+from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 from workers.memory import RoleMemory
 from workers.parallel.dims import ParallelDims
@@ -61,3 +70,24 @@ def test_roles_that_do_not_fit_on_a_gpu_are_rejected(tiny_dir: Path) -> None:
     config = dpo(tiny_dir, "trainer.simulate=1x0.001GiB")
     with pytest.raises(ConfigError, match=r"does not fit.*preference: .*data\.max_token_len"):
         preflight(config)
+
+
+@pytest.mark.parametrize("recipe", [SFT, DPO])
+def test_as_few_layers_are_recomputed_as_memory_demands(recipe: Any, tmp_path: Path) -> None:
+    DEEPSEEK_7B.save_pretrained(tmp_path)
+
+    def settled(gib: float, *more: str) -> Any:
+        settings = [f"model.path={tmp_path}", "data.train_files=rows.jsonl", *more]
+        settings += ["data.max_token_len_per_gpu=8192", "data.train_batch_size=64"]
+        settings += [f"trainer.simulate=8x{gib}GiB", "trainer.n_gpus_per_node=8"]
+        config = load_config(settings, recipe)
+        resolved = resolve_config(config)
+        assert plan_text(resolved) == plan_text(config)
+        return resolved.model.enable_gradient_checkpointing
+
+    counts = [settled(gib) for gib in (20, 40, 60, 80, 300)]
+    numbers = [30 if count is True else count for count in counts]
+    assert numbers == sorted(numbers, reverse=True)
+    assert len({*numbers}) > 2
+    assert counts[-1] == 0
+    assert settled(300, "model.enable_gradient_checkpointing=7") == 7
