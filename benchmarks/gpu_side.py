@@ -317,7 +317,7 @@ def updates(trial: Trial, cases: dict[str, dict[str, Any]]) -> Iterator[Figure]:
         if trial.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         seconds = trial.seconds(partial(worker.update_actor, data), 1 if trial.tiny else 3)
-        rate = needed_flops(worker.engine, data, True) / seconds
+        rate = needed_flops(worker.engine, True) / seconds
         yield f"{name}: s", seconds
         yield f"{name}: tokens/s", mini_batch * sum(trial.lengths) / seconds
         yield f"{name}: TFLOP/s", rate / 1e12

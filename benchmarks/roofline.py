@@ -6,6 +6,7 @@
     python benchmarks/roofline.py update 1.5b --compiled
     python benchmarks/roofline.py log_probs 7b
     python benchmarks/roofline.py decode 0.5b --rows 256
+    python benchmarks/roofline.py host 0.5b         # the host's time to prepare a mini-batch
 
 The real worker runs on the meta device (`recorder`). A call prints its seconds, and by place: its
 operations, its waits for the device, and its copies to the device.
@@ -19,7 +20,9 @@ os.environ["TORCH_COMPILE_DISABLE"] = "1"  # compiled functions run as they are 
 
 import argparse
 import json
+import math
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -54,6 +57,7 @@ class Job:
     shares: bool = True
     layers: int = 0
     """Layers instead of the model's own number."""
+    mini_batches: int = 1
 
 
 class _Attention(torch.autograd.Function):
@@ -147,7 +151,7 @@ def actor(folder: Path, job: Job) -> Any:
     )
     policy = ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1))
     policy.actor.optim = OptimConfig(lr=1e-5)
-    policy.actor.ppo_mini_batch_size = job.rows
+    policy.actor.ppo_mini_batch_size = job.rows // job.mini_batches
     policy.actor.use_dynamic_bsz = True
     policy.actor.ppo_max_token_len_per_gpu = job.tokens
     worker = actor_worker(policy, "cpu", job.prompt, job.response)
@@ -258,10 +262,36 @@ def head_log_probs(compiled: bool, backward: bool) -> float:
 def needed_flops(job: Job) -> float:
     """Return the operations of an update without recomputation."""
     from workers.training import mfu
+    from workers.training.microbatch import MicroBatchBudget
 
     with tempfile.TemporaryDirectory() as folder, on_meta(Recorder()), Recorder():
-        worker = actor(Path(folder), job)
-    return mfu.needed_flops(worker.engine, rows(job), True)
+        engine = actor(Path(folder), job).engine
+    engine.cut(engine.take(rows(job)).columns, MicroBatchBudget(tokens=job.tokens))
+    return mfu.needed_flops(engine, True)
+
+
+def host_ms(job: Job) -> dict[str, float]:
+    """Return the milliseconds in which this machine prepares a mini-batch, the best of five."""
+    from workers.training.microbatch import MicroBatchBudget, mini_batch
+
+    with tempfile.TemporaryDirectory() as folder, on_meta(Recorder()):
+        with Recorder():
+            worker = actor(Path(folder), job)
+        engine, data, best = worker.engine, rows(job), dict[str, float]()
+        columns, budget = worker.objective(data).loss.columns, MicroBatchBudget(tokens=job.tokens)
+
+        def timed(name: str, run: Callable[[], Any]) -> Any:
+            begin = time.thread_time()
+            result = run()
+            best[name] = min(best.get(name, math.inf), 1e3 * (time.thread_time() - begin))
+            return result
+
+        for _ in range(5):
+            taken = timed("take", lambda: engine.take(data, columns))
+            batch = timed("mini-batch", lambda rows=taken: mini_batch(rows, 0, 1, None))
+            _, batches = timed("micro-batches", lambda of=batch: engine.prepare(of, budget))
+            timed("first feed", lambda rows=batches[0][0]: engine.reading.feeds(rows))
+    return best
 
 
 def seconds_of(job: Job, call: str = "update") -> float:
@@ -454,7 +484,7 @@ def goals() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("call", choices=("update", "log_probs", "decode"), nargs="?")
+    parser.add_argument("call", choices=("update", "log_probs", "decode", "host"), nargs="?")
     parser.add_argument("size", choices=QWEN2, nargs="?")
     parser.add_argument("--goals", action="store_true")
     parser.add_argument("--record", action="store_true", help="write roofline.json")
@@ -473,6 +503,8 @@ def main() -> None:
     if call is None:
         return check()
     job = Job(**options)
+    if call == "host":
+        return print(", ".join(f"{name} {ms:.1f} ms" for name, ms in host_ms(job).items()))
     if call == "decode":
         recorder = decoded_token(job.size, job.rows, job.prompt, job.layers)
     else:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tests import ROOT
 from tests.conftest import load
@@ -52,6 +53,24 @@ def test_an_update_waits_for_the_device_only_between_passes(roofline: ModuleType
     twice = roofline.record(replace(job, tokens=1024), "update")
     assert twice.waits.total() == update.waits.total(), "waits grow with the number of passes"
     assert log_probs.waits.total() == 1
+
+
+def test_the_next_mini_batch_is_prepared_before_the_host_waits_for_the_current_one(
+    roofline: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from workers.training.engine import TrainEngine
+
+    prepare, waits = TrainEngine.prepare, []
+
+    def noting(*arguments: Any) -> Any:
+        waits.append(_get_current_dispatch_mode().waits.total())
+        return prepare(*arguments)
+
+    monkeypatch.setattr(TrainEngine, "prepare", noting)
+    job = roofline.Job("0.5b", rows=8, tokens=2048, layers=2, mini_batches=2)
+    update = roofline.record(job, "update")
+    assert waits == [0, 0, 0, 1], "each mini-batch is prepared, and its passes use that later"
+    assert update.waits.total() <= 5
 
 
 def test_no_gradient_of_shared_prefixes_is_sorted(roofline: ModuleType) -> None:

@@ -91,7 +91,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         some advantage estimators need.
         """
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
-        with utilization("actor_infer", self.engine, data, trains=False) as mfu:
+        with utilization("actor_infer", self.engine, trains=False) as mfu:
             wanted = TokenOutputs(self.temperature, entropy=True, sum_pi_squared=wants_squares)
             budget = self.log_prob_budget or self.budget
             outputs = self.engine.forward_rows(data, budget, wanted, self.routed)
@@ -121,15 +121,14 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         objective = self.objective(data)
         if objective.on_policy:
             self.require_one_step(data)
-        epochs = self.config.ppo_epochs
-        with utilization("actor", self.engine, data, passes=epochs) as mfu:
+        with utilization("actor", self.engine) as mfu:
             metrics = update(
                 self.engine,
                 data,
                 objective.loss,
                 mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
                 budget=self.budget,
-                epochs=epochs,
+                epochs=self.config.ppo_epochs,
                 shuffle_seed=shuffle_seed(self.config),
                 extra_batches=[] if ptx is None else [(ptx, self.ptx_loss)],
             )

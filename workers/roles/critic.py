@@ -107,7 +107,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
     @batch_columns(reads=(*SEQUENCES, "sample_number", "values", "returns"))
     def update_critic(self, data: DataProto) -> CallMetrics:
         """Train the model on the returns. Metrics outside perf/ are equal on all ranks."""
-        with utilization("critic", self.engine, data, passes=self.epochs) as mfu:
+        with utilization("critic", self.engine) as mfu:
             metrics = update(
                 self.engine,
                 data,

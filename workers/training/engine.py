@@ -16,12 +16,14 @@ model.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from verl_like.batch.ragged import rectangle_of
 from verl_like.errors import ConfigError
@@ -34,6 +36,7 @@ from workers.parallel.offload import to_device
 from workers.training.build import build_model
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
+from workers.training.mfu import Work
 from workers.training.microbatch import (
     Cuts,
     MicroBatchBudget,
@@ -44,6 +47,7 @@ from workers.training.microbatch import (
     Rows,
     all_reduce,
     detached,
+    floats,
     micro_batches,
     mini_batch,
     on_host,
@@ -67,9 +71,6 @@ if TYPE_CHECKING:
     from verl_like.process.worker import Worker
     from workers.config import OptimConfig
     from workers.training.role_model import RoleModelSpec
-
-OUT_OF_MEMORY = "out_of_memory"
-"""Number of ranks that ran out of memory, next to the metrics of a mini-batch."""
 
 
 class TrainEngine(Model):
@@ -100,6 +101,8 @@ class TrainEngine(Model):
         self.has_gradients = False
         self.smaller_budgets: dict[MicroBatchBudget, MicroBatchBudget] = {}
         """Budget that ran out of memory -> smaller budget that fitted (`smaller_passes`)."""
+        self.work = Work()
+        """What the rows of the passes needed, since a call reset it (`mfu.utilization`)."""
         self.names_of_step: list[str] = []
         """Names of the rows with gradients in the next optimizer step, for messages."""
 
@@ -132,11 +135,38 @@ class TrainEngine(Model):
         self.module.eval()
         with self.running(), torch.no_grad(), computing_in(self.module, self.cast):
             cuts = self.cut(rows.columns, budget)
-            batches = micro_batches(rows.columns, cuts, self.groups.data, self.device)
+            batches = micro_batches(rows.columns, cuts, self.groups.data)
             for outputs, num_real in self.layers.forward(self.reading, batches, wanted):
                 for name, column in outputs.items():
                     pass_outputs.setdefault(name, []).append(column[:num_real])
             return self.restored(rows, pass_outputs, cuts)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Context that adds to the gradients, and clears them if an error leaves it.
+
+        Gradients of an incomplete mini-batch must not reach an optimizer step.
+        """
+        assert self.optimizer is not None, "a frozen engine was asked for gradients"
+        try:
+            yield
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            self.has_gradients, self.names_of_step = False, []
+            raise
+        finally:
+            self.module.eval()
+
+    def prepare(self, batch: MiniBatch, budget: MicroBatchBudget) -> tuple[Cuts, MicroBatches]:
+        """Return the rows of every micro-batch of a mini-batch, and the micro-batches.
+
+        They are computed once per budget. An update prepares its next mini-batch while the device
+        computes. Collective: every rank must call this.
+        """
+        if budget not in batch.prepared:
+            cuts = self.cut(batch.columns, budget)
+            batch.prepared[budget] = cuts, micro_batches(batch.columns, cuts, self.groups.data)
+        return batch.prepared[budget]
 
     def forward_backward(
         self,
@@ -144,34 +174,26 @@ class TrainEngine(Model):
         budget: MicroBatchBudget,
         loss: Loss,
         pass_outputs: PassOutputs | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Tensor]:
         """Add the gradients of a mini-batch's loss to the accumulated gradients.
 
-        Returns the metrics, summed over micro-batches and over the ranks with different rows. The
+        Returns the metrics, summed over micro-batches and over the ranks with different rows. They
+        stay on the device, so the host does not wait for the passes; `floats` reads them. The
         outputs of the model are appended to `pass_outputs`, one column per micro-batch.
         """
-        assert self.optimizer is not None, "a frozen engine was asked for gradients"
-        try:
-            cuts = self.cut(batch.columns, budget)
-            batches = micro_batches(batch.columns, cuts, self.groups.data, self.device)
+        with self.accumulating():
+            _, batches = self.prepare(batch, budget)
             run = partial(self.run_passes, batch, loss, pass_outputs)
             totals, problem = run_to_the_end(self, batches, run, self.has_gradients)
-            metrics: dict[str, float] = {}
-            if self.layers.has_last:
-                if self.groups.data is not None:
-                    totals[OUT_OF_MEMORY] = torch.full((), float(bool(problem)), device=self.device)
-                summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
-                metrics = dict(zip(totals, summed.tolist(), strict=True))
-            if metrics.pop(OUT_OF_MEMORY, 0):
+            # between hosts, so that nothing waits for a device
+            if all_reduce(torch.tensor(int(bool(problem))), self.groups.data):
                 raise torch.OutOfMemoryError(problem or "another rank ran out of memory")
-        except BaseException:
-            # gradients of an incomplete mini-batch must not reach an optimizer step
-            self.optimizer.zero_grad(set_to_none=True)
-            raise
-        finally:
-            self.module.eval()
         self.has_gradients = True
         self.names_of_step += batch.names
+        metrics: dict[str, Tensor] = {}
+        if self.layers.has_last:
+            summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
+            metrics = dict(zip(totals, summed, strict=True))
         metrics = self.layers.from_last(metrics)
         for part in self.parts:
             metrics |= part.metrics(self)
@@ -183,7 +205,7 @@ class TrainEngine(Model):
         loss: Loss,
         pass_outputs: PassOutputs | None,
         batches: MicroBatches,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Run all passes of a mini-batch; return this rank's contributions to the metrics."""
         for part in self.parts:
             loss = part.extend_loss(self, self.reading, batches, loss)
@@ -201,13 +223,13 @@ class TrainEngine(Model):
         batches: MicroBatches,
         loss: Loss,
         pass_outputs: PassOutputs | None = None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Tensor]:
         """Run forward and backward passes; return this rank's contributions to the metrics.
 
         Columns stay ragged until they reach the loss, whose arguments are padded [rows, R] as in
         verl. Token ids, their mask and their positions are padded only if the loss declares them.
         """
-        totals: dict[str, torch.Tensor] = {}
+        totals: dict[str, Tensor] = {}
         names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED, IMAGES}
         passes = self.layers.train(self.reading, batches, loss)
         with computing_in(self.module, self.cast):
@@ -245,13 +267,13 @@ class TrainEngine(Model):
         batch belongs. By default, the batch is a whole mini-batch.
         """
         rows = self.take(data, loss.columns)
-        batch = mini_batch(rows, 0, 1, self.groups.data, self.device)
+        batch = mini_batch(rows, 0, 1, self.groups.data)
         counts: Mapping[str, Any] = denominators or {}
         batch = replace(batch, **counts)
         pass_outputs: PassOutputs = {}
         with self.running(self.optimizer):
-            metrics = self.forward_backward(batch, budget, loss, pass_outputs)
-        cuts = self.cut(batch.columns, budget)
+            metrics = floats(self.forward_backward(batch, budget, loss, pass_outputs))
+        cuts, _ = self.prepare(batch, budget)
         return metrics, self.restored(rows, pass_outputs, cuts)
 
     def cut(self, columns: RowColumns, budget: MicroBatchBudget) -> Cuts:
@@ -261,7 +283,9 @@ class TrainEngine(Model):
         if IMAGES in columns:  # a prefix is shared only if its images are equal
             numbers = self.image_input.reader.ordered(columns[IMAGES].values[:, 0])
             ids = ids.with_values(torch.where(numbers > 0, -numbers, ids.values))
-        cuts = self.row_passes.cut(ids, reads, budget)
+        prefixes = self.row_passes.prefixes(ids, reads)
+        self.work.add(columns, reads, prefixes)
+        cuts = self.row_passes.cut(reads, budget, prefixes)
         if budget.tokens is None or num_stages == 1:
             return cuts
         # at least as many micro-batches as stages, so that all stages have work

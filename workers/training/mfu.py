@@ -1,14 +1,15 @@
 """Model FLOPs utilization (MFU) of an engine, verl's `perf/mfu/…`, and the memory in use.
 
-    with utilization("actor", engine, data, passes=epochs) as mfu:
+    with utilization("actor", engine) as mfu:
         metrics = update(engine, data, ...)
     metrics |= mfu                              # {"perf/mfu/actor": 0.41}, or nothing
 
 It counts the floating-point operations that the rows need, however they are computed: per token,
 two for every weight that multiplies it, and its attention to the whole row. Each gradient needs the
-same again. A prefix that rows share counts once. Repeated work (gradient checkpointing) and useless
-work (padding, dummy passes) do not count. A loss needs the head only at responses, so only these
-positions count.
+same again. A prefix that rows of a mini-batch share counts once. Repeated work (gradient
+checkpointing) and useless work (padding, dummy passes) do not count. A loss needs the head only at
+responses, so only these positions count. The engine counts when it divides rows into passes
+(`Work`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +28,13 @@ from torch import nn
 from verl_like.process.machine import memory_gib
 from workers.models.attention import heads_of, layer_configs
 from workers.models.causal_lm import language_half
-from workers.training.microbatch import Rows, all_reduce
+from workers.training.microbatch import RowColumns, all_reduce
 from workers.training.packing import needed_lengths, split_segments
 
 if TYPE_CHECKING:
-    from verl_like.batch.protocol import DataProto
+    from verl_like.batch.ragged import RaggedTensor
     from workers.training.engine import TrainEngine
+    from workers.training.prefixes import PrefixOrder
 
 
 PEAKS = {
@@ -69,17 +72,35 @@ def peak_flops(device: torch.device) -> float | None:
     return PEAKS[max(known, key=len)] if known else nan
 
 
+@dataclass
+class Work:
+    """Counts of what rows need from a model, summed over their passes."""
+
+    tokens: int = 0
+    reads: int = 0
+    """Positions at which the head is read."""
+    pairs: int = 0
+    """Pairs of tokens of a row: the sum of the squared lengths."""
+
+    def add(self, columns: RowColumns, reads: RaggedTensor, prefixes: PrefixOrder | None) -> None:
+        """Count one pass over each of these rows."""
+        lengths = needed_lengths(split_segments(columns, reads))
+        self.tokens += int(lengths.sum()) - (sum(prefixes.shared) if prefixes else 0)
+        self.reads += int(reads.values.sum())
+        self.pairs += int(lengths.square().sum())
+
+
 @contextmanager
 def utilization(
-    name: str, engine: TrainEngine, data: DataProto, *, passes: int = 1, trains: bool = True
+    name: str, engine: TrainEngine, *, trains: bool = True
 ) -> Iterator[dict[str, float]]:
-    """Context in which the engine processes these rows `passes` times; yields a dict for the
-    metric.
+    """Context in which the engine runs passes; yields a dict for the metric.
 
     `perf/mfu/<name>`, the ratio over all ranks, is set at the end. The dict stays empty if the peak
     of the device is unknown, as on a CPU.
     """
     metrics: dict[str, float] = {}
+    engine.work = Work()
     began = time.perf_counter()
     yield metrics
     peak = peak_flops(engine.device)
@@ -89,22 +110,16 @@ def utilization(
     seconds = time.perf_counter() - began
     # the ranks of a model group have the same rows and divide the work
     shared = engine.dims.model_size
-    here = [passes * needed_flops(engine, data, trains) / shared, peak * seconds]
+    here = [needed_flops(engine, trains) / shared, peak * seconds]
     sums = torch.tensor(here, dtype=torch.float64, device=engine.device)
     done, possible = all_reduce(sums, engine.groups.world).tolist()
     if isfinite(possible):
         metrics[f"perf/mfu/{name}"] = done / possible
 
 
-def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
-    """Return the operations of a pass over this rank's real rows, with gradients if it `trains`."""
-    names = ("input_ids", "attention_mask", "position_ids", "response_mask")
-    taken = Rows.take(data, names, engine.dims.data_size).columns
-    reads = engine.reading.reads(taken)
-    lengths = needed_lengths(split_segments(taken, reads)).double()
-    num_tokens = lengths.sum() - engine.row_passes.num_shared(taken["input_ids"], reads)
-
-    model = engine.whole_module
+def needed_flops(engine: TrainEngine, trains: bool) -> float:
+    """Return the operations of the engine's work on this rank, with gradients if it `trains`."""
+    work, model = engine.work, engine.whole_module
     body, head = language_half(model), model.get_output_embeddings()
     config = body.config.get_text_config()
     is_looked_up = {id(m.weight) for m in body.modules() if isinstance(m, nn.Embedding)}
@@ -115,9 +130,7 @@ def needed_flops(engine: TrainEngine, data: DataProto, trains: bool) -> float:
             per_token += _factor(weight, trains) * weight.numel() * share
     per_read = _factor(head.weight, trains) * head.weight.numel()
     per_pair = (12 if trains else 4) * attention_width(config)
-
-    pairs = lengths.square().sum()
-    return float(per_token * num_tokens + per_read * reads.values.sum() + per_pair * pairs)
+    return float(per_token * work.tokens + per_read * work.reads + per_pair * work.pairs)
 
 
 def _factor(weight: nn.Parameter, trains: bool) -> int:

@@ -17,7 +17,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -255,6 +255,8 @@ class MiniBatch:
     num_rows: int
     num_tokens: int
     names: list[str]
+    prepared: dict[MicroBatchBudget, tuple[Cuts, MicroBatches]] = field(default_factory=dict)
+    """Micro-batches under a budget, as `TrainEngine.prepare` returned them."""
 
     @property
     def denominators(self) -> Denominators:
@@ -285,20 +287,21 @@ def mini_batch(
     index: int,
     count: int,
     group: dist.ProcessGroup | None,
-    device: torch.device | None = None,
 ) -> MiniBatch:
     """Return mini-batch `index` of `count` on this rank.
 
-    Collective: every rank of `group` must call this. The ranks add up their row and token counts,
-    on `device`.
+    Collective: every rank of `group` must call this. The ranks add up their row and token counts on
+    their hosts, so nothing waits for a device.
     """
     mine = (rows.places % count == index).nonzero().squeeze(1)
-    columns = {name: column.index_select(0, mine) for name, column in rows.columns.items()}
+    columns = rows.columns
+    if len(mine) < len(rows):
+        columns = {name: column.index_select(0, mine) for name, column in columns.items()}
 
     in_loss = columns["response_mask"]
     per_row = in_loss.with_values(in_loss.values != 0).sums()
-    own_counts = torch.stack([per_row.count_nonzero(), per_row.sum()])
-    num_rows, num_tokens = all_reduce(own_counts.to(device), group).tolist()
+    counts = torch.stack([per_row.count_nonzero(), per_row.sum()])
+    num_rows, num_tokens = all_reduce(counts, group).tolist()
     return MiniBatch(columns, num_rows, num_tokens, [rows.names[row] for row in mine.tolist()])
 
 
@@ -316,27 +319,20 @@ def spread(cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: in
 
 
 def micro_batches(
-    columns: RowColumns,
-    cuts: Sequence[Sequence[int]],
-    group: dist.ProcessGroup | None,
-    device: torch.device,
+    columns: RowColumns, cuts: Sequence[Sequence[int]], group: dist.ProcessGroup | None
 ) -> list[tuple[RowColumns, int]]:
     """Return the columns and the number of real rows of every micro-batch, followed by dummy ones.
 
     Every rank gets as many micro-batches as the rank with the most, and at least one. A dummy is
-    one row without tokens, which no loss counts. Collective: every rank of `group` must call this;
-    `device` is where the exchanged tensors are.
+    one row without tokens, which no loss counts. Collective: every rank of `group` must call this.
     """
-    count = max(1, len(cuts))
-    if group is not None:
-        own_count = torch.tensor([count], device=device)
-        count = int(all_reduce(own_count, group, dist.ReduceOp.MAX))
+    most = all_reduce(torch.tensor([max(1, len(cuts))]), group, dist.ReduceOp.MAX)
     batches: list[tuple[RowColumns, int]] = []
     for rows in cuts:
         index = torch.tensor(rows)
         picked = {name: column.index_select(0, index) for name, column in columns.items()}
         batches.append((picked, len(rows)))
-    for _ in range(count - len(cuts)):
+    for _ in range(int(most) - len(cuts)):
         batches.append(dummy_of(columns))
     return batches
 
@@ -376,6 +372,13 @@ def detached(column: Column) -> Column:
     if isinstance(column, RaggedTensor):
         return column.with_values(column.values.detach())
     return column.detach()
+
+
+def floats(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return metrics as numbers on the host, which waits for the device once."""
+    if not metrics:
+        return {}
+    return dict(zip(metrics, torch.stack(list(metrics.values())).tolist(), strict=True))
 
 
 def all_reduce(

@@ -85,8 +85,8 @@ class ModelPart:
         """Return the loss of a mini-batch with the terms of the part."""
         return loss
 
-    def metrics(self, model: Model) -> dict[str, float]:
-        """Return the part's metrics of the last mini-batch; every rank calls this."""
+    def metrics(self, model: Model) -> dict[str, Tensor]:
+        """Return the part's metrics of a mini-batch, on the device; every rank calls this."""
         return {}
 
     def sum_gradients(self) -> None:

@@ -1,6 +1,7 @@
 """Split rows into forward passes, and run a pass over rows without their padding.
 
-    cuts = row_passes.cut(ids, reads, budget)       # the rows of every micro-batch
+    prefixes = row_passes.prefixes(ids, reads)      # None if rows share little
+    cuts = row_passes.cut(reads, budget, prefixes)  # the rows of every micro-batch
     feed = row_passes.feed(columns, reads, device)  # one packed row, or a rectangle
     numbers = read(module, feed)                    # [positions read, vocabulary or 1]
 
@@ -31,7 +32,7 @@ from workers.parallel.offload import to_device
 from workers.parallel.sequence import SequenceRanks, Split
 from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns, Cuts, MicroBatchBudget, RowColumns
-from workers.training.prefixes import COST_OF_COPY, prefix_order, share_prefixes
+from workers.training.prefixes import COST_OF_COPY, PrefixOrder, prefix_order, share_prefixes
 
 Kind = Literal["packed", "padded"]
 SPLITS = (
@@ -136,7 +137,19 @@ class RowPasses:
         lengths: list[int] = tokens.tolist()
         return lengths
 
-    def cut(self, ids: RaggedTensor, reads: RaggedTensor, budget: MicroBatchBudget) -> Cuts:
+    def prefixes(self, ids: RaggedTensor, reads: RaggedTensor) -> PrefixOrder | None:
+        """Return an order in which rows share prefixes; None if they share little or nothing."""
+        if not self.shares:
+            return None
+        ids, reads = ids.flatten(), reads.flatten()
+        return prefix_order(ids, reads, self.lengths(reads))
+
+    def cut(
+        self,
+        reads: RaggedTensor,
+        budget: MicroBatchBudget,
+        prefixes: PrefixOrder | None = None,
+    ) -> Cuts:
         """Return the numbers of the rows, or of the pairs of rows, of every micro-batch.
 
         Rows in which no token is read are in none. The longest rows come first, or rows that share
@@ -163,8 +176,7 @@ class RowPasses:
 
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         saved = [0] * len(order)
-        prefixes = prefix_order(ids, reads, lengths) if self.shares and not are_pairs else None
-        if prefixes is not None:
+        if prefixes is not None and not are_pairs:
             order = prefixes.rows
             saved = [int((1 - COST_OF_COPY) * shared) for shared in prefixes.shared]
         cuts: Cuts = []
@@ -184,14 +196,6 @@ class RowPasses:
             rows.append(row)
             room, was_long = room - cost, is_long
         return cuts
-
-    def num_shared(self, ids: RaggedTensor, reads: RaggedTensor) -> int:
-        """Return the number of tokens in these rows that passes skip because of shared prefixes."""
-        if not self.shares:
-            return 0
-        ids, reads = ids.flatten(), reads.flatten()
-        order = prefix_order(ids, reads, self.lengths(reads))
-        return 0 if order is None else sum(order.shared)
 
     def feed(self, columns: RowColumns, reads: RaggedTensor, device: torch.device) -> Feed:
         """Return the arguments of a pass over the needed tokens, with each segment as its own row.

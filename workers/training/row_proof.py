@@ -169,7 +169,7 @@ def _find_fault(row_passes: RowPasses, model: Any) -> str:
     row_passes = replace(row_passes, border=factor_border(model.config))
     cpu, budget = torch.device("cpu"), MicroBatchBudget(rows=len(LENGTHS))
     with packed_rows(model) if row_passes.kind == "packed" else nullcontext():
-        for rows in row_passes.cut(columns["input_ids"], reads, budget):
+        for rows in row_passes.cut(reads, budget):
             index = torch.tensor(rows)
             picked = {name: column.index_select(0, index) for name, column in columns.items()}
             try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget, MiniBatch, all_reduce
@@ -21,23 +22,20 @@ logger = logging.getLogger(__name__)
 
 def forward_backward_with_retry(
     engine: TrainEngine, batch: MiniBatch, budget: MicroBatchBudget, loss: Loss
-) -> dict[str, float]:
+) -> dict[str, Tensor]:
     """Run `engine.forward_backward` with this budget, or with a smaller one if memory runs out.
 
     Repeating the mini-batch computes the same gradients, as sums over more passes. The engine
     remembers which smaller budget fitted.
     """
     is_balanced = loss.is_balanced and engine.part(LoadBalancing) is not None
-    if is_balanced or not can_repeat(engine, engine.has_gradients):
-        return engine.forward_backward(batch, budget, loss)
+    may_repeat = not is_balanced and can_repeat(engine, engine.has_gradients)
     while True:
-        fitting = budget
-        if budget in engine.smaller_budgets:
-            fitting = engine.smaller_budgets[budget].with_room(_longest(engine, batch))
+        fitting = fitting_budget(engine, batch, budget)
         try:
             return engine.forward_backward(batch, fitting, loss)
         except torch.OutOfMemoryError as error:
-            halved = fitting.halved()
+            halved = fitting.halved() if may_repeat else None
             smaller = halved and halved.with_room(_longest(engine, batch))
             if smaller is None or smaller == fitting:
                 raise
@@ -55,8 +53,16 @@ def forward_backward_with_retry(
         engine.smaller_budgets[budget] = smaller
 
 
+def fitting_budget(
+    engine: TrainEngine, batch: MiniBatch, budget: MicroBatchBudget
+) -> MicroBatchBudget:
+    """Return this budget, or the smaller one that fitted after it ran out of memory."""
+    smaller = engine.smaller_budgets.get(budget)
+    return budget if smaller is None else smaller.with_room(_longest(engine, batch))
+
+
 def _longest(engine: TrainEngine, batch: MiniBatch) -> int:
     """Return the number of tokens of the longest row of any rank, for which a budget has room."""
     lengths = engine.row_passes.lengths(engine.reading.reads(batch.columns))
-    longest = torch.tensor(max(lengths, default=0), device=engine.device)
+    longest = torch.tensor(max(lengths, default=0))
     return int(all_reduce(longest, engine.groups.data, dist.ReduceOp.MAX))

@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_like.errors import BatchError
 from workers.training.changes import WeightSample
 from workers.training.loss import Loss
-from workers.training.microbatch import MicroBatchBudget, Rows, count_mini_batches, mini_batch
+from workers.training.microbatch import (
+    MicroBatchBudget,
+    MiniBatch,
+    Rows,
+    count_mini_batches,
+    floats,
+    mini_batch,
+)
 from workers.training.optim import OptimStepSettings
-from workers.training.smaller_passes import forward_backward_with_retry
+from workers.training.smaller_passes import fitting_budget, forward_backward_with_retry
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -54,19 +62,33 @@ def update(
     count = count_mini_batches(rows.total, mini_batch_size)
     orders = epoch_rows(rows, epochs, shuffle_seed, engine.scheduler.num_steps)
     places = [(order, index) for order in orders for index in range(count)]
-    group, device = engine.groups.data, engine.device
-    steps: list[Metrics] = []
+    results: list[tuple[dict[str, Tensor], Metrics]] = []
+
+    def prepared(number: int) -> list[tuple[MiniBatch, Loss]]:
+        """Return the mini-batches of an optimizer step, ready for their passes."""
+        order, index = places[number]
+        batches = [(mini_batch(order, index, count, engine.groups.data), loss)]
+        for other, other_loss in others:
+            share = mini_batch(other, number, len(places), engine.groups.data)
+            batches.append((share, other_loss))
+        for batch, _ in batches:
+            engine.prepare(batch, fitting_budget(engine, batch, budget))
+        return batches
+
     with engine.running(engine.optimizer):
-        sample = WeightSample(engine)
-        for number, (order, index) in enumerate(places):
-            batch = mini_batch(order, index, count, group, device)
-            metrics = forward_backward_with_retry(engine, batch, budget, loss)
-            for other, other_loss in others:
-                share = mini_batch(other, number, len(places), group, device)
-                metrics |= engine.forward_backward(share, budget, other_loss)
-            steps.append(metrics | engine.optim_step(OptimStepSettings(ends_update=False)))
+        sample, batches = WeightSample(engine), prepared(0)
+        for number in range(len(places)):
+            metrics: dict[str, Tensor] = {}
+            with engine.accumulating():
+                for batch, loss_of_batch in batches:
+                    metrics |= forward_backward_with_retry(engine, batch, budget, loss_of_batch)
+                if number + 1 < len(places):  # while the device computes
+                    batches = prepared(number + 1)
+            step = engine.optim_step(OptimStepSettings(ends_update=False))
+            results.append((metrics, step))
         changed_fraction = sample.changed_fraction()
 
+    steps: list[Metrics] = [floats(metrics) | step for metrics, step in results]
     taken = [step for step in steps if not step["skipped_steps"]]
     counted = taken or steps
     result = {name: sum(step[name] for step in counted) / len(counted) for name in counted[0]}

@@ -133,12 +133,12 @@ def trained(
     budget = MicroBatchBudget(rows=rows) if rows else MicroBatchBudget(tokens=tokens)
     experts = [w for name, w in actor.engine.module.named_parameters() if ".experts." in name]
     return {
-        "flops": needed_flops(actor.engine, data, trains=True),
         "loaded": actor.weights_checksum(),
         "sent": checksum_of(actor.engine.named_full_tensors(on_all_ranks=False)),
         "held": sum(local_shard(weight).numel() for weight in experts),
         "rows": slice(start, start + real),
         "log_probs": actor.compute_log_prob(data)[0].batch["old_log_probs"][:real],
+        "flops": needed_flops(actor.engine, trains=False),
         "gradients": gradients(actor, data, ACTOR_COLUMNS, budget),
         "critic_gradients": gradients(critic, data, ("values", "returns"), budget),
         "metrics": [learned(actor.update_actor(data)) for _ in range(2)],

@@ -85,7 +85,7 @@ def test_counts_of_a_mini_batch_leave_out_rows_without_a_response() -> None:
 
 def test_a_rank_without_rows_runs_dummies_of_one_token_without_loss() -> None:
     columns = Rows.take(make_batch(3), INPUTS).columns
-    ((dummy, real),) = micro_batches(columns, [], None, CPU)
+    ((dummy, real),) = micro_batches(columns, [], None)
     assert real == 0
     assert dummy["response_mask"].padded().sum() == 0
     for row_passes in (PACKED, PADDED):
@@ -97,7 +97,7 @@ def test_a_rank_without_rows_runs_dummies_of_one_token_without_loss() -> None:
 def cut(lengths: list[int], budget: MicroBatchBudget, row_passes: RowPasses = PACKED) -> Cuts:
     """Cut rows of these lengths, in which every token is read."""
     rows = RaggedTensor.from_rows([torch.ones(n, dtype=torch.bool) for n in lengths], max(lengths))
-    return row_passes.cut(rows, rows, budget)
+    return row_passes.cut(rows, budget)
 
 
 def test_micro_batches_take_the_longest_rows_first_and_leave_out_empty_ones() -> None:
@@ -154,6 +154,6 @@ def test_rows_above_the_border_are_in_separate_micro_batches() -> None:
 
     sides = [torch.ones(n, dtype=torch.bool) for length in lengths for n in (length, 0)]
     pairs = RaggedTensor.from_rows(sides, max(lengths)).unflatten(0, (-1, 2))
-    assert passes.cut(pairs, pairs, MicroBatchBudget(rows=4)) == [[1], [4], [2], [0], [5]]
+    assert passes.cut(pairs, MicroBatchBudget(rows=4)) == [[1], [4], [2], [0], [5]]
     with pytest.raises(ConfigError, match="a row of 20 tokens exceeds"):
-        passes.cut(pairs, pairs, MicroBatchBudget(tokens=18))
+        passes.cut(pairs, MicroBatchBudget(tokens=18))

@@ -20,8 +20,8 @@ from workers.config.rows import RowWorkerConfig, TrainedModelConfig
 from workers.models.load import load_model
 from workers.roles.rows import SFTWorker
 from workers.training.engine import INPUTS
-from workers.training.mfu import needed_flops
-from workers.training.microbatch import Rows
+from workers.training.mfu import Work, needed_flops
+from workers.training.microbatch import MicroBatchBudget
 from workers.training.packing import RowPasses
 from workers.training.readings import Pairs, Reading, RowScores
 
@@ -105,9 +105,12 @@ def test_operations_count_the_shared_prompt_of_a_pair_once(one_layer_dir: Path) 
     row = LMRow(np.arange(10, 20), np.arange(10) >= 6)
     batch = pair_batch([PairRow(row, row)], ["pair"], pad_token_id=0)
     engine = worker_of(LikelierWorker, one_layer_dir).engine
-    columns = Rows.take(batch, engine.reading.inputs).columns
-    ids, reads = columns["input_ids"], engine.reading.reads(columns)
-    assert engine.row_passes.num_shared(ids, reads) == 5, "the head is read at the sixth token"
-    shared = needed_flops(engine, batch, trains=True)
-    engine.row_passes = replace(engine.row_passes, shares=False)
-    assert shared < needed_flops(engine, batch, trains=True)
+    columns = engine.take(batch, (), engine.reading.inputs).columns
+    counts = []
+    for shares in (True, False):
+        engine.row_passes, engine.work = replace(engine.row_passes, shares=shares), Work()
+        engine.cut(columns, MicroBatchBudget(rows=1))
+        counts.append((engine.work.tokens, needed_flops(engine, trains=True)))
+    (shared, few), (separate, many) = counts
+    assert separate - shared == 5, "the head is read at the sixth token"
+    assert few < many

@@ -15,7 +15,7 @@ from workers.models.routing import COLUMN as ROUTED
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.mfu import needed_flops
-from workers.training.microbatch import MicroBatchBudget
+from workers.training.microbatch import Cuts, MicroBatchBudget
 from workers.training.packing import RowPasses
 from workers.training.prefixes import prefix_order, share_prefixes, shared_lengths
 
@@ -39,6 +39,11 @@ def ragged(*rows: list[int]) -> RaggedTensor:
 def last_read(*lengths: int) -> RaggedTensor:
     """Marks of rows that are read at their last token."""
     return RaggedTensor.from_rows([torch.arange(n) == n - 1 for n in lengths], 16)
+
+
+def cut_by_prefixes(ids: RaggedTensor, reads: RaggedTensor, budget: MicroBatchBudget) -> Cuts:
+    row_passes = RowPasses("packed", shares=True)
+    return row_passes.cut(reads, budget, row_passes.prefixes(ids, reads))
 
 
 def worker(cls: type, folder: Any, *, shares: bool, **model: Any) -> Any:
@@ -134,20 +139,20 @@ def test_samples_of_a_prompt_are_in_one_pass() -> None:
     prompts, responses = [[1, 2, 3], [9, 8, 7], [4, 4, 4]], [[11], [12, 13], [14, 15, 16]]
     rows = [prompt + response for response in responses for prompt in prompts]
     ids, reads = ragged(*rows), last_read(*[len(row) for row in rows])
-    cuts = RowPasses("packed", shares=True).cut(ids, reads, MicroBatchBudget(rows=3))
+    cuts = cut_by_prefixes(ids, reads, MicroBatchBudget(rows=3))
     assert [{tuple(rows[row][:3]) for row in cut} for cut in cuts] == [
         {(1, 2, 3)},
         {(4, 4, 4)},
         {(9, 8, 7)},
     ]
-    longest_first = RowPasses("packed").cut(ids, reads, MicroBatchBudget(rows=3))
+    longest_first = RowPasses("packed").cut(reads, MicroBatchBudget(rows=3))
     assert {len(rows[row]) for row in longest_first[0]} == {6}
 
 
 def test_a_copied_token_costs_a_quarter_of_a_token() -> None:
     rows = [[*range(start, start + 8), sample] for start in (100, 200) for sample in range(9)]
     ids, reads = ragged(*rows), last_read(*[9] * 18)
-    cuts = RowPasses("packed", shares=True).cut(ids, reads, MicroBatchBudget(tokens=9 + 7 * 3))
+    cuts = cut_by_prefixes(ids, reads, MicroBatchBudget(tokens=9 + 7 * 3))
     assert [len(rows_of_pass) for rows_of_pass in cuts] == [8, 6, 4]
 
 
@@ -156,8 +161,10 @@ def test_operations_count_a_shared_prefix_once(tiny_dir: Path) -> None:
     batch.batch["attention_mask"][:] = batch.batch["response_mask"][:] = 1
     batch.batch["position_ids"][:] = torch.arange(PROMPT + RESPONSE)
     shared, separate = (worker(ActorWorker, tiny_dir, shares=shares) for shares in (True, False))
-    difference = needed_flops(separate.engine, batch, trains=True) - needed_flops(
-        shared.engine, batch, trains=True
+    for role in (shared, separate):
+        role.update_actor(batch)
+    difference = needed_flops(separate.engine, trains=True) - needed_flops(
+        shared.engine, trains=True
     )
     per_token = 6 * sum(
         weight.numel()

@@ -131,12 +131,12 @@ class LoadBalancing(ModelPart):
         self.total = self.total + auxiliary.detach()
         return [self.coef * auxiliary]
 
-    def metrics(self, model: Model) -> dict[str, float]:
+    def metrics(self, model: Model) -> dict[str, Tensor]:
         """Return `router_aux_loss` of the mini-batch, if its loss was balanced."""
         if self.plain is None:
             return {}
         total = torch.as_tensor(self.total, dtype=torch.float32, device=model.device)
-        return {"router_aux_loss": float(all_reduce(total, model.groups.batch))}
+        return {"router_aux_loss": all_reduce(total, model.groups.batch)}
 
 
 class ExpertLoad(NamedTuple):
