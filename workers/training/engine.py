@@ -36,7 +36,6 @@ from workers.parallel.offload import to_device
 from workers.training.build import build_model
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
-from workers.training.mfu import Work
 from workers.training.microbatch import (
     Cuts,
     MicroBatchBudget,
@@ -63,7 +62,7 @@ from workers.training.optim import (
     guarded_step,
 )
 from workers.training.out_of_memory import run_to_the_end
-from workers.training.packing import check_rows
+from workers.training.packing import Work, check_rows
 from workers.training.readings import INPUTS, TOKENS, Reading, RowScores
 
 if TYPE_CHECKING:

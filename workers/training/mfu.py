@@ -18,7 +18,6 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import isfinite, nan
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +27,11 @@ from torch import nn
 from verl_like.process.machine import memory_gib
 from workers.models.attention import heads_of, layer_configs
 from workers.models.causal_lm import language_half
-from workers.training.microbatch import RowColumns, all_reduce
-from workers.training.packing import needed_lengths, split_segments
+from workers.training.microbatch import all_reduce
+from workers.training.packing import Work
 
 if TYPE_CHECKING:
-    from verl_like.batch.ragged import RaggedTensor
     from workers.training.engine import TrainEngine
-    from workers.training.prefixes import PrefixOrder
 
 
 PEAKS = {
@@ -70,24 +67,6 @@ def peak_flops(device: torch.device) -> float | None:
     name = " ".join(re.split(r"[\s-]+", torch.cuda.get_device_name(device)))
     known = [words for words in PEAKS if f" {words} " in f" {name} "]
     return PEAKS[max(known, key=len)] if known else nan
-
-
-@dataclass
-class Work:
-    """Counts of what rows need from a model, summed over their passes."""
-
-    tokens: int = 0
-    reads: int = 0
-    """Positions at which the head is read."""
-    pairs: int = 0
-    """Pairs of tokens of a row: the sum of the squared lengths."""
-
-    def add(self, columns: RowColumns, reads: RaggedTensor, prefixes: PrefixOrder | None) -> None:
-        """Count one pass over each of these rows."""
-        lengths = needed_lengths(split_segments(columns, reads))
-        self.tokens += int(lengths.sum()) - (sum(prefixes.shared) if prefixes else 0)
-        self.reads += int(reads.values.sum())
-        self.pairs += int(lengths.square().sum())
 
 
 @contextmanager

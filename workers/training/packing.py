@@ -78,6 +78,24 @@ def _places_in_rows(column: RaggedTensor) -> Tensor:
     return torch.arange(len(column.values)) - (lengths.cumsum(0) - lengths)[column.value_rows()]
 
 
+@dataclass
+class Work:
+    """Counts of what rows need from a model, summed over their passes."""
+
+    tokens: int = 0
+    reads: int = 0
+    """Positions at which the head is read."""
+    pairs: int = 0
+    """Pairs of tokens of a row: the sum of the squared lengths."""
+
+    def add(self, columns: RowColumns, reads: RaggedTensor, prefixes: PrefixOrder | None) -> None:
+        """Count one pass over each of these rows."""
+        lengths = needed_lengths(split_segments(columns, reads))
+        self.tokens += int(lengths.sum()) - (sum(prefixes.shared) if prefixes else 0)
+        self.reads += int(reads.values.sum())
+        self.pairs += int(lengths.square().sum())
+
+
 @dataclass(frozen=True)
 class Feed:
     """Keyword arguments of one forward pass, and the positions at which its output is read."""

@@ -20,9 +20,9 @@ from workers.config.rows import RowWorkerConfig, TrainedModelConfig
 from workers.models.load import load_model
 from workers.roles.rows import SFTWorker
 from workers.training.engine import INPUTS
-from workers.training.mfu import Work, needed_flops
+from workers.training.mfu import needed_flops
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.packing import RowPasses
+from workers.training.packing import RowPasses, Work
 from workers.training.readings import Pairs, Reading, RowScores
 
 PAIRS = 5
