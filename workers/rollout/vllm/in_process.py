@@ -24,6 +24,7 @@ from workers.rollout.vllm.setup import (
     VllmSettings,
     check_version,
     class_options,
+    graph_options,
     merge_hint,
     process_environment,
 )
@@ -56,6 +57,7 @@ class InProcessVllm:
                 "enable_sleep_mode": True,
                 "disable_custom_all_reduce": True,
                 "async_scheduling": not settings.notes_routing,
+                **graph_options(limits.max_num_seqs, settings.options),
             }
         launched: AbstractContextManager[None] = nullcontext()
         num_ranks = 1

@@ -55,6 +55,19 @@ FIXED = (
 """Arguments of vLLM's LLM class that the engine sets itself, because it relies on their values."""
 
 
+DEFAULT_LARGEST_GRAPH = 512
+"""Maximum number of tokens of a pass for which vLLM captures a CUDA graph by default."""
+SIZES_OF_GRAPHS = ("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+"""Arguments of vLLM's LLM class with which a user sets the sizes of CUDA graphs."""
+
+
+def graph_options(max_num_seqs: int, options: Mapping[str, object]) -> dict[str, int]:
+    """Return the argument with which vLLM decodes `max_num_seqs` sequences in a CUDA graph."""
+    if max_num_seqs <= DEFAULT_LARGEST_GRAPH or not options.keys().isdisjoint(SIZES_OF_GRAPHS):
+        return {}
+    return {"max_cudagraph_capture_size": max_num_seqs}
+
+
 def check_options(options: Mapping[str, object]) -> None:
     """Reject arguments in `rollout.engine_kwargs` that the engine sets itself."""
     for name in options:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -27,8 +30,9 @@ from verl_like import Worker
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm import setup as vllm_setup
+from workers.rollout.vllm.in_process import InProcessVllm
 from workers.rollout.vllm.lockstep import Lockstep
-from workers.rollout.vllm.setup import check_version
+from workers.rollout.vllm.setup import VllmSettings, check_version, graph_options
 from workers.weights.checksum import checksum_of
 
 LIMITS = EngineLimits(
@@ -46,6 +50,41 @@ def test_an_untested_version_is_rejected_with_the_command(
         check_version("cpu")
     monkeypatch.setattr(vllm_setup, "version", lambda package: "0.32.4")
     assert check_version("cuda") == "0.32.4"
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "options", "largest"),
+    [
+        (1024, {}, 1024),
+        (512, {}, None),
+        (1024, {"max_cudagraph_capture_size": 600}, 600),
+        (1024, {"cudagraph_capture_sizes": [1, 8]}, None),
+        (1024, {"compilation_config": {"max_cudagraph_capture_size": 8}}, None),
+    ],
+)
+def test_every_number_of_sequences_is_decoded_in_a_cuda_graph(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_dir: Path,
+    max_num_seqs: int,
+    options: dict[str, Any],
+    largest: int | None,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=dict))
+    monkeypatch.setattr("workers.rollout.vllm.in_process.check_version", lambda _: "")
+    monkeypatch.setattr(os, "environ", {})
+    vllm_settings = VllmSettings(str(tiny_dir / "model"), device_type="cuda", options=options)
+    limits = replace(LIMITS, max_num_seqs=max_num_seqs)
+    engine = InProcessVllm(vllm_settings, limits, None)
+    assert engine.llm.get("max_cudagraph_capture_size") == largest
+
+
+@pytest.mark.vllm
+def test_vllm_knows_the_size_of_the_largest_graph(tiny_dir: Path) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(str(tiny_dir / "model"), max_num_seqs=1024, **graph_options(1024, {}))
+    config = args.create_engine_config().compilation_config
+    assert config.max_cudagraph_capture_size == 1024
 
 
 def test_a_missing_engine_is_rejected_with_the_command(
