@@ -158,7 +158,7 @@ def rows(trial: Trial, num_rows: int, lengths: tuple[int, int] | None = None) ->
 def machine(trial: Trial) -> Iterator[Figure]:
     """Yield facts on which all other results depend."""
     yield "python", platform.python_version()
-    for package in ("torch", "transformers", "triton", "ray", "vllm", "flash-attn"):
+    for package in ("torch", "transformers", "triton", "ray", "vllm", "flash-attn-4", "flash-attn"):
         try:
             yield package, version(package)
         except PackageNotFoundError:

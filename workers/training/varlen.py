@@ -1,15 +1,17 @@
 """FlashAttention over packed rows: kernels that take row boundaries and compute no padding.
 
-`find_kernel` chooses the first kernel that runs here, once per engine. Layers call it unless they
-have sinks, attention chunks, or a soft cap that it does not support.
-Without a kernel, `workers.training.attention` arranges rows in rectangles.
+`find_kernel` chooses the first kernel that runs here, once per engine. The engine logs it, and why
+the ones before it do not run. Layers call it unless they have sinks, attention chunks, or a soft
+cap that it does not support. Without a kernel, `workers.training.attention` arranges rows in
+rectangles.
 
     flash-attn-4    flash_attn.cute: Hopper and Blackwell (not 12.x, the GeForce RTX 50 series)
     flash-attn-3    flash_attn_interface: Hopper
     flash-attn      flash_attn: Ampere and newer
     torch           torch.nn.attention.varlen.varlen_attn
 
-All support sliding windows and grouped heads; all except torch's support soft-capping.
+All support sliding windows and grouped heads; all except torch's support soft-capping. Gradients
+are summed in a fixed order if `torch.use_deterministic_algorithms` is on.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Library:
 
 LIBRARIES = {
     "flash_attention_4": Library(
-        "flash-attn-4", "flash_attn.cute", ((9, 0), (12, 0)), "pip install flash-attn-4", None
+        "flash-attn-4", "flash_attn.cute", ((9, 0), (12, 0)), 'pip install -e ".[flash]"', None
     ),
     "flash_attention_3": Library(
         "flash-attn-3",
@@ -71,7 +73,9 @@ LIBRARIES = {
         ((9, 0), (10, 0)),
         "from the folder hopper of flash-attention's sources",
     ),
-    "flash_attention_2": Library("flash-attn", "flash_attn", ((8, 0), (99, 0)), INSTALL_FLASH),
+    "flash_attention_2": Library(
+        "flash-attn", "flash_attn.flash_attn_interface", ((8, 0), (99, 0)), INSTALL_FLASH
+    ),
 }
 """Libraries by the value of `model.attn_implementation`, the fastest first."""
 
@@ -92,6 +96,7 @@ def flash_attn_kernel(function: Callable[..., Any], unbounded: int | None = -1) 
             causal=True,
             softmax_scale=scale,
             window_size=(unbounded, 0) if left < 0 else (left, 0),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
             **({"softcap": cap} if cap else {}),
         )
         states: Tensor = output[0] if isinstance(output, tuple) else output  # with norms
@@ -121,9 +126,16 @@ def torch_varlen_kernel(function: Callable[..., Any]) -> Attend:
 
 
 def find_kernel(
-    wanted: str, device: torch.device, dtype: torch.dtype, head_size: int = 64
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int = 64,
+    needs_softcap: bool = False,
 ) -> tuple[VarlenKernel | None, str]:
-    """Return the kernel for `model.attn_implementation` or None, and why no preferred one runs."""
+    """Return the kernel for `model.attn_implementation` or None, and why no preferred one runs.
+
+    Soft-capping is tried only if it is needed, because flash-attn-4 compiles a kernel for it.
+    """
     if wanted != "auto" and wanted not in LIBRARIES:
         return None, f"model.attn_implementation={wanted}"
     reason = kernel_blocker(device, dtype)
@@ -141,12 +153,14 @@ def find_kernel(
             at = ".".join(map(str, capability))
             reasons.append(f"{library.package} has no kernel for compute capability {at}")
         elif suits and wanted in ("auto", name):
-            kernel, reason = _checked(library.load, library, device, dtype, head_size)
+            kernel, reason = _checked(
+                library.load, library, device, dtype, head_size, needs_softcap
+            )
             if kernel is not None:
                 return kernel, "; ".join(reasons)
             reasons.append(reason)
 
-    kernel, reason = _checked(_torch_varlen, None, device, dtype, head_size)
+    kernel, reason = _checked(_torch_varlen, None, device, dtype, head_size, needs_softcap)
     if wanted != "auto":
         name = "sdpa" if kernel is None else kernel.name
         warn_once(f"attention: using {name} instead of {wanted}: {reasons[0]}.")
@@ -167,6 +181,7 @@ def _checked(
     device: torch.device,
     dtype: torch.dtype,
     head_size: int,
+    needs_softcap: bool,
 ) -> tuple[VarlenKernel | None, str]:
     """Return the kernel if it loads and is correct on a few rows; otherwise the reason."""
     name = "torch.nn.attention.varlen" if library is None else library.package
@@ -181,7 +196,7 @@ def _checked(
     if error >= LARGEST_ERROR:
         return None, f"{name} is off by {error:.2g} on test rows"
     has_softcap = False
-    if kernel.has_softcap:
+    if kernel.has_softcap and needs_softcap:
         with suppress(Exception):
             error = largest_error(kernel, device, head_size, softcap=0.5)
             has_softcap = error < LARGEST_ERROR

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,20 @@ from workers.training import attention
 from workers.training.attention import RowLayout, VarlenKernel, packed_attention
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.packing import RowPasses
-from workers.training.varlen import LIBRARIES, _torch_varlen
+from workers.training.varlen import LIBRARIES, find_kernel
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device"),
 ]
-no_flash = pytest.mark.skipif(
-    importlib.util.find_spec("flash_attn") is None, reason="flash-attn is not installed"
-)
+
+
+def kernel_or_skip(name: str) -> VarlenKernel:
+    """Return the kernel that `attn_implementation=name` uses, unless it is another package's."""
+    kernel, reason = find_kernel(name, torch.device("cuda"), torch.bfloat16, 64, True)
+    if kernel is None or name in LIBRARIES and LIBRARIES[name].package not in kernel.name.split():
+        pytest.skip(reason)
+    return kernel
 
 
 def actor(tiny_dir: Path, *, strategy: str = "fsdp", **model: Any) -> ActorWorker:
@@ -46,12 +49,14 @@ def actor(tiny_dir: Path, *, strategy: str = "fsdp", **model: Any) -> ActorWorke
         ("float32", "sdpa", 1e-5),
         ("bfloat16", "sdpa", 5e-2),
         ("bfloat16", "auto", 5e-2),
-        pytest.param("bfloat16", "flash_attention_2", 5e-2, marks=no_flash),
+        *(("bfloat16", name, 5e-2) for name in LIBRARIES),
     ],
 )
 def test_packed_rows_match_padded_rows_on_a_gpu(
     tiny_dir: Path, dtype: str, attention: str, limit: float
 ) -> None:
+    if attention in LIBRARIES:
+        kernel_or_skip(attention)
     batch, log_probs, grads = make_batch(8), [], []
     for packed in (True, False):
         policy = actor(
@@ -68,27 +73,48 @@ def test_packed_rows_match_padded_rows_on_a_gpu(
         assert (grads[0][name] - gradient).norm() <= 2 * limit * gradient.norm(), name
 
 
-@pytest.mark.parametrize("window", [None, 7, 200])
-@pytest.mark.parametrize(
-    "find", [_torch_varlen, pytest.param(LIBRARIES["flash_attention_2"].load, marks=no_flash)]
-)
+@pytest.mark.parametrize("shared", [None, [0, 17, 1, 40]])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (7, None), (200, None), (None, 2.0)])
+@pytest.mark.parametrize("name", ["auto", *LIBRARIES])
 def test_a_kernel_for_packed_rows_matches_sdpa_in_bfloat16(
-    find: Callable[[torch.dtype], VarlenKernel], window: int | None
+    name: str, window: int | None, softcap: float | None, shared: list[int] | None
 ) -> None:
     torch.manual_seed(0)
-    lengths, results, kernel = [300, 17, 1, 64], [], find(torch.bfloat16)
+    lengths, results, kernel = [300, 170, 64, 50], [], kernel_or_skip(name)
+    layout = RowLayout(lengths, torch.device("cuda"), shared=shared)
     states = [
-        torch.randn(1, heads, sum(lengths), 64, device="cuda", dtype=torch.bfloat16)
-        for heads in (8, 2, 2)
+        torch.randn(1, heads, sum(layout.queries), 64, device="cuda", dtype=torch.bfloat16)
+        for heads in (6, 2, 2)
     ]
-    layout = RowLayout(lengths, torch.device("cuda"))
-    settings: Any = {"row_layout": layout, "sliding_window": window}
+    settings: Any = {"row_layout": layout, "sliding_window": window, "softcap": softcap}
     for used_kernel in (kernel, None):
         q, k, v = leaves = [state.clone().requires_grad_() for state in states]
         output, _ = packed_attention(None, q, k, v, None, kernel=used_kernel, **settings)
         results.append([output, *torch.autograd.grad(output.float().square().sum(), leaves)])
     for ours, theirs in zip(*results, strict=True):
         assert (ours - theirs).float().norm() < 2e-2 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("name", ["auto", *LIBRARIES])
+def test_deterministic_gradients_of_a_kernel_are_equal_bit_for_bit(name: str) -> None:
+    kernel, layout = kernel_or_skip(name), RowLayout([300, 1700], torch.device("cuda"))
+    states = [
+        torch.randn(1, heads, 2000, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for heads in (6, 2, 2)
+    ]
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *others = (
+            torch.autograd.grad(
+                packed_attention(None, *states, None, row_layout=layout, kernel=kernel)[0].sum(),
+                states,
+            )
+            for _ in range(5)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for sums in others:
+        assert all(map(torch.equal, sums, first))
 
 
 def test_the_default_is_flash_attention_in_bfloat16_over_float32_weights(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 import sys
 from collections.abc import Sequence
@@ -16,10 +18,11 @@ from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
 from tests.workers.training.rank_layouts import saved
 from tests.workers.varlen_kernels import (
-    flash_attn_4_varlen_func,
+    flash_attn,
     flash_attn_varlen_func,
     package,
     reference,
+    signature_of,
     varlen_attn,
     varlen_attn_without_groups,
 )
@@ -30,13 +33,20 @@ from workers.training.attention import RowLayout, VarlenKernel, describe, packed
 from workers.training.varlen import find_kernel, flash_attn_kernel, torch_varlen_kernel
 
 CPU, BFLOAT16, FLOAT32 = torch.device("cpu"), torch.bfloat16, torch.float32
-FLASH = VarlenKernel("flash-attn", flash_attn_kernel(flash_attn_varlen_func), FLOAT32, True)
-FLASH_4 = flash_attn_kernel(flash_attn_4_varlen_func, None)
+FLASH = "flash_attn.flash_attn_interface"
+FLASH_4, FLASH_3, FLASH_2 = (
+    VarlenKernel(
+        library.package, flash_attn_kernel(flash_attn(name), library.unbounded), FLOAT32, True
+    )
+    for name, library in varlen.LIBRARIES.items()
+)
+TORCH = VarlenKernel("torch", torch_varlen_kernel(varlen_attn), FLOAT32)
 KERNELS = [
-    FLASH,
-    VarlenKernel("torch", torch_varlen_kernel(varlen_attn), FLOAT32),
+    FLASH_4,
+    FLASH_3,
+    FLASH_2,
+    TORCH,
     VarlenKernel("torch 2.11", torch_varlen_kernel(varlen_attn_without_groups), FLOAT32),
-    VarlenKernel("flash-attn-4", FLASH_4, FLOAT32, True),
 ]
 
 
@@ -75,6 +85,45 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     model_attention.warn_once.cache_clear()
 
 
+def parameters(signature: inspect.Signature) -> list[tuple[str, Any]]:
+    return [(one.name, one.default) for one in signature.parameters.values()]
+
+
+@pytest.mark.parametrize("name", varlen.LIBRARIES)
+def test_a_stand_in_has_the_signature_of_the_installed_package(name: str) -> None:
+    try:
+        package = importlib.import_module(varlen.LIBRARIES[name].module)
+    except ImportError as error:
+        pytest.skip(str(error))
+    function = inspect.signature(package.flash_attn_varlen_func)
+    assert parameters(function) == parameters(signature_of(name))
+
+
+def test_the_stand_in_for_torch_has_parameters_of_torch() -> None:
+    from torch.nn.attention.varlen import varlen_attn as installed_function
+
+    ours = inspect.signature(varlen_attn, eval_str=True).parameters
+    theirs = inspect.signature(installed_function, eval_str=True).parameters
+    shared = {name: theirs[name].default for name in ours if name in theirs}
+    assert shared == {name: ours[name].default for name in shared}
+    assert {*ours} - {*theirs} <= {"enable_gqa"}, "which 2.11 lacks"
+
+
+def test_flash_attention_is_deterministic_if_torch_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def function(*states: Any, **settings: Any) -> Any:
+        seen.append(settings["deterministic"])
+        return flash_attn_varlen_func(*states, **settings)
+
+    spy = VarlenKernel("flash-attn", flash_attn_kernel(function), FLOAT32)
+    states = [torch.randn(1, 2, 4, 8) for _ in range(3)]
+    for is_on in (False, True):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda on=is_on: on)
+        attended(states, RowLayout([4], CPU), spy)
+    assert seen == [False, True]
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("window", [None, 3, 50])
 @pytest.mark.parametrize(("size", "value_size"), [(16, 16), (12, 12), (24, 8)])
@@ -102,7 +151,8 @@ def test_a_kernel_attends_to_shared_prefixes_as_rows_alone_do(
     torch.manual_seed(0)
     lengths, shared = [9, 12, 11, 30, 4, 7], [0, 5, 5, 8, 3, 4]
     layout = RowLayout(lengths, CPU, shared=shared)
-    states = [torch.randn(1, heads, sum(layout.queries), 16) for heads in (4, 2, 2)]
+    shapes = (6, 24), (2, 24), (2, 8)
+    states = [torch.randn(1, heads, sum(layout.queries), size) for heads, size in shapes]
     results = []
     for kernel_or_none in (kernel, None):
         leaves = [state.clone().requires_grad_() for state in states]
@@ -132,7 +182,7 @@ def test_a_kernel_that_aligns_queries_with_the_first_keys_is_not_used() -> None:
 
     kernel = VarlenKernel("old", flash_attn_kernel(from_the_left), FLOAT32)
     assert varlen.largest_error(kernel, CPU) > varlen.LARGEST_ERROR
-    assert varlen.largest_error(FLASH, CPU) < 1e-5
+    assert all(varlen.largest_error(each, CPU) < 1e-5 for each in KERNELS)
 
 
 def test_states_are_cast_to_the_kernel_s_type_and_the_output_back() -> None:
@@ -163,10 +213,10 @@ def test_states_of_the_kernel_s_type_are_not_copied() -> None:
 def test_heads_too_large_for_a_kernel_use_rectangles() -> None:
     states = [torch.randn(1, 1, 4, 512) for _ in range(3)]
     layout = RowLayout([3, 1], CPU)
-    assert torch.equal(attended(states, layout, FLASH), attended(states, layout, None))
+    assert torch.equal(attended(states, layout, FLASH_2), attended(states, layout, None))
 
 
-@pytest.mark.parametrize("kernel", [FLASH, KERNELS[1], None], ids=["flash", "torch", "none"])
+@pytest.mark.parametrize("kernel", [*KERNELS[:4], None], ids=lambda kernel: kernel and kernel.name)
 @pytest.mark.parametrize("window", [None, 3])
 def test_scores_are_capped_by_a_kernel_or_in_rectangles(
     kernel: VarlenKernel | None, window: int | None
@@ -197,13 +247,26 @@ def test_auto_uses_flash_attn_if_installed_otherwise_torch(monkeypatch: pytest.M
     assert kernel.name == "torch.nn.attention.varlen"
     assert 'pip install -e ".[flash-attn]" --no-build-isolation' in reason
 
-    monkeypatch.setitem(sys.modules, "flash_attn", package("flash_attn"))
-    kernel, reason = find_kernel("auto", CPU, BFLOAT16)
-    assert kernel is not None
-    assert (kernel.name, kernel.has_softcap, reason) == ("flash-attn 2.8.3", True, "")
-    assert "not installed" not in reason
+    monkeypatch.setitem(sys.modules, FLASH, package(FLASH))
+    for needs_softcap in (False, True):
+        kernel, reason = find_kernel("auto", CPU, BFLOAT16, 64, needs_softcap)
+        assert kernel is not None
+        assert (kernel.name, reason) == ("flash-attn 2.8.3", "")
+        assert kernel.has_softcap == needs_softcap
     assert find_kernel("sdpa", CPU, BFLOAT16)[0] is None
     assert find_kernel("eager", CPU, BFLOAT16)[0] is None
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_flash_attn_4_without_flash_attn_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)  # all that its wheel has
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("flash_attn", "flash_attn.cute", FLASH):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    assert find_kernel("auto", CPU, BFLOAT16)[1].startswith("flash-attn is not installed (pip")
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -229,14 +292,14 @@ def test_auto_uses_the_newest_flash_attention_for_the_gpu(
     installed(by_package, monkeypatch)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     for number in versions:
-        module = varlen.LIBRARIES[f"flash_attention_{number}"].module
-        function = flash_attn_4_varlen_func if number == 4 else flash_attn_varlen_func
-        monkeypatch.setitem(sys.modules, module, package(module, function))
+        module = varlen.LIBRARIES[name := f"flash_attention_{number}"].module
+        monkeypatch.setitem(sys.modules, module, package(module, flash_attn(name)))
     kernel, reason = find_kernel("auto", CPU, BFLOAT16, 128)
     assert kernel is not None
     assert kernel.name == f"{chosen} {by_package[chosen]}" if chosen in by_package else chosen
     is_outdated = capability in ((9, 0), (10, 0)) and 4 not in versions
-    assert ("flash-attn-4 is not installed (pip install flash-attn-4)" in reason) == is_outdated
+    hint = 'flash-attn-4 is not installed (pip install -e ".[flash]")'
+    assert (hint in reason) == is_outdated
 
 
 @pytest.mark.usefixtures("on_cuda")
@@ -245,7 +308,7 @@ def test_the_next_kernel_is_used_if_one_lacks_the_head_size(
 ) -> None:
     def small_heads(q: torch.Tensor, *states: Any, **settings: Any) -> Any:
         assert q.shape[-1] <= 128, "(head_dim, head_dim_v)=(192, 192) is not supported on SM100"
-        return flash_attn_4_varlen_func(q, *states, **settings)
+        return flash_attn("flash_attention_4")(q, *states, **settings)
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package("flash_attn.cute", small_heads))
@@ -282,7 +345,7 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_not_used(
         left, right = settings["window_size"]
         return flash_attn_varlen_func(*states, **settings | {"window_size": (left + 1, right)})
 
-    monkeypatch.setitem(sys.modules, "flash_attn", package("flash_attn", sees_too_far))
+    monkeypatch.setitem(sys.modules, FLASH, package(FLASH, sees_too_far))
     with caplog.at_level(logging.WARNING):
         kernel, reason = find_kernel("flash_attention_2", CPU, BFLOAT16)
     assert kernel is not None
@@ -293,7 +356,7 @@ def test_a_kernel_that_is_wrong_or_does_not_load_is_not_used(
     def undefined_symbol(*_: Any, **__: Any) -> None:
         raise RuntimeError("undefined symbol")
 
-    monkeypatch.setitem(sys.modules, "flash_attn", package("flash_attn", undefined_symbol))
+    monkeypatch.setitem(sys.modules, FLASH, package(FLASH, undefined_symbol))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", lambda query: query)
     kernel, reason = find_kernel("auto", CPU, BFLOAT16)
     assert kernel is None
@@ -314,8 +377,8 @@ def test_a_kernel_without_a_score_cap_is_used_for_models_without_one(
             raise TypeError("unexpected keyword argument 'softcap'")
         return flash_attn_varlen_func(*states, **settings)
 
-    monkeypatch.setitem(sys.modules, "flash_attn", package("flash_attn", without_cap))
-    kernel, _ = find_kernel("auto", CPU, BFLOAT16)
+    monkeypatch.setitem(sys.modules, FLASH, package(FLASH, without_cap))
+    kernel, _ = find_kernel("auto", CPU, BFLOAT16, 64, True)
     assert kernel is not None
     assert (kernel.name, kernel.has_softcap) == ("flash-attn 2.8.3", False)
 
@@ -366,7 +429,7 @@ def test_a_model_trains_the_same_with_and_without_a_kernel(
         description = describe(actor.engine.module, True, kernel, "")
         by_kernel = "packed rows by flash-attn, which reads the bounds of rows"
         assert (by_kernel in description) == (kernel is not None)
-        without_cap = describe(actor.engine.module, True, KERNELS[1], "")
+        without_cap = describe(actor.engine.module, True, TORCH, "")
         assert ("in rectangles" in without_cap) == (cap is not None)
     (ours, our_gradients), (theirs, their_gradients) = results
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
