@@ -1,8 +1,9 @@
 """Losses: pure functions of tensors and a mask.
 
-A policy loss has a file (`vanilla.py`, `gspo.py`, …) or shares it with a related loss (`dppo.py`,
-`covariance.py`), and is registered by name in `workers.losses.registry.POLICY_LOSSES`. Every file
-in this folder is imported here, so you add a loss by adding a file. The policy losses use
+Policy losses are in `per_token` (PPO's clip, CISPO, SAPO, DPPO, …), `per_sequence` (GSPO, GMPO) and
+`covariance`, registered by name in `workers.losses.registry.POLICY_LOSSES`. Each is the formula of
+its paper, and autograd gives the gradient. Every file in this folder is imported here, so you add a
+loss by adding a file. The policy losses use
 `token_loss` (turns a function of tokens into a policy loss), `aggregate` (reduces token losses to
 one number) and `importance_ratio`.
 `correction` and `rejection` weight or reject tokens that another policy sampled, and `mismatch`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack
+from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -152,29 +152,6 @@ def agg_policy_loss(
         else:
             metrics[name] = agg_loss(values.detach(), response_mask, "token-mean", **denominators)
     return loss, metrics
-
-
-def with_slope(value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
-    """Return `value` with `slope` as its derivative with respect to `variable`.
-
-    `slope` and `variable` have the same shape; `value` has it as well, or is a scalar.
-    Use it for a loss with many branches and a simple derivative, because autograd would save
-    tensors for every branch and backpropagate through it.
-    """
-    result: Tensor = _WithSlope.apply(value.detach(), slope.detach(), variable)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _WithSlope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, slope: Tensor, variable: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
-        (slope,) = ctx.saved_tensors
-        return None, None, gradient * slope
 
 
 Numbers = Mapping[str, "float | Tensor"]

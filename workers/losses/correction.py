@@ -23,8 +23,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import RolloutCorrectionConfig
-from workers.losses.blocks import row_blocks
-from workers.losses.correction_gauge import CorrectionGauge, MaskedRows
+from workers.losses.correction_gauge import CorrectionGauge, MaskedRows, row_blocks
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 from workers.losses.rejection import SECTION, Bounds, Criterion, criteria_of, lengths, weight_bounds
 

@@ -15,6 +15,15 @@ from torch import Tensor
 from workers.losses.aggregate import Gauge
 from workers.losses.rejection import Bounds
 
+BLOCK_TOKENS = 2**18
+"""Positions of a block of rows, at least one row; a float32 column of this many takes 1 MiB."""
+
+
+def row_blocks(column: Tensor) -> list[slice]:
+    """Return the row range of each block of a column [rows, R], because metrics need copies."""
+    num_rows = max(BLOCK_TOKENS // max(column.shape[1], 1), 1)
+    return [slice(start, start + num_rows) for start in range(0, len(column), num_rows)]
+
 
 class MaskedRows:
     """Some rows of a batch: the mask of their tokens, and the number of tokens per row."""

@@ -11,15 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.tensor_ops import masked_sum, zero_outside
+from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import ActorConfig
-from workers.losses.aggregate import with_slope
 from workers.losses.importance_ratio import CLIP_RANGE, clip_range, log_ratio
 from workers.losses.registry import POLICY_LOSSES, NotNegative, Share
 from workers.losses.token_loss import token_loss
-
-BLOCK = 64
-"""Rows that are processed at a time."""
 
 
 @torch.no_grad()
@@ -69,12 +65,10 @@ def compute_policy_loss_clip_cov(
     Source: arXiv 2505.22617
     """
     log_r = log_ratio(log_prob, old_log_prob, mask)
-    ratio = log_r.detach().exp()
+    ratio = log_r.exp()
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
-
-    worse = zero_outside(torch.maximum(free, clipped), ~chosen)
-    losses = with_slope(worse, zero_outside(free, ~(chosen | (clipped > free))), log_r)
+    losses = zero_outside(torch.maximum(free, clipped), ~chosen)
 
     per_token = {"actor/ppo_kl": -log_r, "actor/pg_clipfrac": chosen}
     return losses, per_token
@@ -138,17 +132,7 @@ def token_covariance(advantages: Tensor, log_prob: Tensor, mask: Tensor) -> Tens
     `mask` is a bool; tokens outside it get -inf. The mean over the other tokens is the covariance,
     which determines how fast the entropy falls (arXiv 2505.22617).
     """
-    mean = _mean_inside(log_prob, mask)
-    product = advantages - _mean_inside(advantages, mask)
-    parts = (column.split(BLOCK) for column in (product, log_prob, mask))
-    for of_product, of_log_prob, of_mask in zip(*parts, strict=True):
-        of_product.mul_(of_log_prob - mean).masked_fill_(~of_mask, -torch.inf)
-    return product
-
-
-def _mean_inside(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean inside the mask. It works in blocks, so it does not copy the column."""
-    total = torch.zeros((), dtype=torch.float64, device=values.device)
-    for of_values, of_mask in zip(values.split(BLOCK), mask.split(BLOCK), strict=True):
-        total += masked_sum(of_values, of_mask)
-    return (total / torch.count_nonzero(mask).clamp(min=1)).to(values.dtype)
+    product = (advantages - masked_mean(advantages, mask)) * (
+        log_prob - masked_mean(log_prob, mask)
+    )
+    return product.masked_fill(~mask, -torch.inf)

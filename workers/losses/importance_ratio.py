@@ -5,8 +5,6 @@ Tensors are [rows, R], with R response tokens; `mask` is a bool.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -24,25 +22,10 @@ def log_ratio(log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
 
     Clamped values, and values outside the mask, have no gradient.
     """
-    log_r: Tensor = _LogRatio.apply(log_prob, old_log_prob, mask)  # type: ignore[no-untyped-call]
-    return log_r
-
-
-class _LogRatio(torch.autograd.Function):
-    """Hand-written backward pass: autograd would save tensors for three separate operations."""
-
-    @staticmethod
-    def forward(ctx: Any, log_prob: Tensor, old_log_prob: Tensor, mask: Tensor) -> Tensor:
-        difference = zero_outside(log_prob - old_log_prob, mask)
-        log_r = difference.clamp_(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
-        ctx.save_for_backward(log_r, mask)
-        return log_r
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        log_r, mask = ctx.saved_tensors
-        # NaN is not clamped: its gradient is NaN, too, so the step is skipped
-        return zero_outside(gradient, mask > (log_r.abs() >= LARGEST_LOG_RATIO)), None, None
+    difference = zero_outside(log_prob - old_log_prob, mask)
+    clamped = difference.detach().clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO)
+    # NaN is not clamped: its gradient is NaN, too, so the step is skipped
+    return torch.where(difference.abs() >= LARGEST_LOG_RATIO, clamped, difference)
 
 
 def clip_widths(config: ActorConfig) -> tuple[float, float]:

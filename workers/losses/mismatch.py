@@ -13,8 +13,7 @@ from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Gauge
-from workers.losses.blocks import row_blocks
-from workers.losses.correction_gauge import MaskedRows
+from workers.losses.correction_gauge import MaskedRows, row_blocks
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 
 SAMPLE_MEANS = (

@@ -12,8 +12,8 @@ and the mask, a bool that is true for tokens in the loss. It also gets the actor
 loss that chooses tokens gets `chosen`, a mask. `policy_loss.args` sets its keyword-only parameters.
 It returns the loss of every token, [rows, R], and [rows, R] values whose means are metrics.
 
-`token_loss` adds the weights of the rollout correction, the aggregation, and the computation of
-large batches in blocks. The result has verl's signature, and returns (loss, metrics) of scalars.
+`token_loss` adds the weights of the rollout correction and the aggregation. The result has verl's
+signature, and returns (loss, metrics) of scalars.
 
 In formulas, A is the advantage, p the current and p_old the old probability of a token, r = p /
 p_old the importance ratio, and sg(x) is x without gradient.
@@ -31,7 +31,6 @@ from verl_like.config_key import arguments_for, arguments_of
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, LossAndMetrics, agg_policy_loss
-from workers.losses.blocks import sum_over_blocks
 from workers.losses.registry import PolicyLoss, declares
 
 TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
@@ -81,17 +80,20 @@ def token_loss(
             taken = arguments_for(losses_of, arguments)
             denominators: Denominators = options  # type: ignore[assignment]
 
-            def share(log_prob: Tensor, rows: slice, counts: Denominators) -> LossAndMetrics:
-                mask = response_mask[rows].bool()
-                of_rows = zero_outside(advantages[rows], mask)
-                chosen = () if chosen_tokens is None else (mask & chosen_tokens[rows],)
-                losses, per_token = losses_of(
-                    old_log_prob[rows], log_prob, of_rows, mask, settings, *chosen, **taken
-                )
-                weights = None if rollout_is_weights is None else rollout_is_weights[rows]
-                return agg_policy_loss(losses, per_token, mask, loss_agg_mode, weights, **counts)
-
-            return sum_over_blocks(share, log_prob, response_mask, denominators)
+            mask = response_mask.bool()
+            chosen = () if chosen_tokens is None else (mask & chosen_tokens,)
+            losses, per_token = losses_of(
+                old_log_prob,
+                log_prob,
+                zero_outside(advantages, mask),
+                mask,
+                settings,
+                *chosen,
+                **taken,
+            )
+            return agg_policy_loss(
+                losses, per_token, mask, loss_agg_mode, rollout_is_weights, **denominators
+            )
 
         policy_loss.takes_arguments_of = hands_on  # type: ignore[attr-defined]
         update_wrapper(policy_loss, losses_of)

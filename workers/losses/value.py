@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.aggregate import Denominators, LossAndMetrics, agg_policy_loss, with_slope
-from workers.losses.blocks import sum_over_blocks
+from workers.losses.aggregate import Denominators, agg_policy_loss
 
 
 def compute_value_loss(
@@ -34,21 +33,12 @@ def compute_value_loss(
 
     Source: PPO's reference code, as described in arXiv 2005.12729, section 3
     """
+    mask = response_mask.bool()
+    predicted, target, old = (zero_outside(column, mask) for column in (vpreds, returns, values))
+    near = predicted.clamp(old - cliprange_value, old + cliprange_value)
+    free_error, clipped_error = (predicted - target).square(), (near - target).square()
+    losses = 0.5 * torch.maximum(free_error, clipped_error)
 
-    def share(vpreds: Tensor, rows: slice, counts: Denominators) -> LossAndMetrics:
-        mask = response_mask[rows].bool()
-        predicted = zero_outside(vpreds.detach(), mask)
-        target, old = (zero_outside(column[rows], mask) for column in (returns, values))
-        near = torch.maximum(predicted, old - cliprange_value)
-        near = torch.minimum(near, old + cliprange_value)
-        error = predicted - target
-        free_error, clipped_error = error.square(), (near - target).square()
-
-        is_clipped = clipped_error > free_error
-        worse = torch.maximum(free_error, clipped_error)
-        losses = 0.5 * with_slope(worse, zero_outside(2.0 * error, ~is_clipped), vpreds)
-        marked = {"is_clipped": is_clipped}
-        return agg_policy_loss(losses, marked, mask, loss_agg_mode, None, **counts)
-
-    loss, metrics = sum_over_blocks(share, vpreds, response_mask, denominators)
+    is_clipped = {"is_clipped": clipped_error > free_error}
+    loss, metrics = agg_policy_loss(losses, is_clipped, mask, loss_agg_mode, None, **denominators)
     return loss, metrics["is_clipped"]

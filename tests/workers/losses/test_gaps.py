@@ -17,7 +17,6 @@ from tests.workers.losses.plain_correction import LEVELS, corrected, threshold_o
 from tests.workers.losses.plain_python import CONFIG, ROWS, WIDTH, Columns
 from verl_like.tensor_ops import masked_mean, masked_sum
 from workers.config import LOSS_AGG_MODES
-from workers.losses import blocks
 from workers.losses.aggregate import agg_loss, compute_lm_loss
 from workers.losses.kl import KL_ESTIMATORS, kl_penalty
 from workers.losses.mismatch import MismatchGauge
@@ -205,18 +204,14 @@ def test_values_outside_the_mask_change_no_bit(name: str, batch: Columns) -> Non
             assert torch.equal(results[key].nan_to_num(7), value.nan_to_num(7)), key
 
 
-@pytest.mark.parametrize(
-    ("dtype", "by_blocks"), [(torch.bool, False), (torch.int32, True), (torch.float64, False)]
-)
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float64])
 @pytest.mark.parametrize("name", FORMULAS)
-def test_blocks_and_mask_dtypes_give_equal_results_and_modify_no_input(
-    name: str, dtype: torch.dtype, by_blocks: bool, batch: Columns, monkeypatch: pytest.MonkeyPatch
+def test_mask_dtypes_give_equal_results_and_modify_no_input(
+    name: str, dtype: torch.dtype, batch: Columns
 ) -> None:
     batch["weights"] = batch["weights"].abs()
     mask = batch["response_mask"]
     expected = flat(FORMULAS[name](with_gradients(batch)), mask)
-    if by_blocks:
-        monkeypatch.setattr(blocks, "BLOCK_TOKENS", 2 * WIDTH)
 
     doubled = mask if dtype == torch.bool else 2 * mask
     inputs = with_gradients(batch | {"response_mask": doubled.to(dtype)})

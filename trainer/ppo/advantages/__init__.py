@@ -1,9 +1,9 @@
 """Advantage estimators: they turn rewards into the weight of every token's gradient.
 
-An estimator is one file (`gae.py`, `grpo.py`, …) that registers its function by name in
+An estimator is a function that registers itself by name in
 `trainer.ppo.advantages.registry.ADVANTAGE_ESTIMATORS`. All files of the folder are imported, so you
 add an estimator by adding a file. Shared code is in `groups` (samples of one prompt), `returns`
-(discounted sums over a row) and `whiten`. The names of an estimator's parameters say which columns
+(discounted sums over a row, whitening). The names of an estimator's parameters say which columns
 of the batch it gets (`trainer.ppo.compute_advantage`).
 
 Tensors have the shape [rows, response tokens], unless an estimator's docstring names another shape.

@@ -15,8 +15,8 @@ from trainer.ppo.advantages.returns import (
     order_inside_first,
     put_back,
     put_in_order,
+    whiten_,
 )
-from trainer.ppo.advantages.whiten import whiten_
 from verl_like.tensor_ops.masked import zero_outside
 
 

@@ -12,7 +12,6 @@ from trainer.ppo.advantages.groups import Groups, Index
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.advantages.returns import order_inside_first, put_back, put_in_order, returns_of
 from verl_like.tensor_ops import zero_outside
-from workers.losses.blocks import row_blocks
 
 
 @ADVANTAGE_ESTIMATORS.register("optimal_token_baseline", "tir_optimal_token_baseline")
@@ -38,37 +37,28 @@ def compute_optimal_token_baseline_advantage(
     Source: arXiv 2602.07078
     """
     groups = Groups.of(index, token_level_rewards[:, 0])
-    returns = torch.empty_like(token_level_rewards)
-    blocks = row_blocks(response_mask)
-    orders = [order_inside_first(response_mask[rows]) for rows in blocks]
-    for rows, order in zip(blocks, orders, strict=True):
-        of_block = returns_of(token_level_rewards[rows], response_mask[rows], 1.0)
-        returns[rows] = put_in_order(of_block, order)
-    lowest = _lowest_score(returns, groups)
+    order = order_inside_first(response_mask)
+    returns = put_in_order(returns_of(token_level_rewards, response_mask, 1.0), order)
+    lead = returns - _lowest_score(returns, groups)
 
-    weight = returns.new_zeros(len(groups.size), returns.shape[1])
-    mean = torch.zeros_like(weight)
-    for rows, order in zip(blocks, orders, strict=True):
-        columns = (old_log_probs[rows], sum_pi_squared[rows], response_mask[rows].bool())
-        weights = _weights(*(put_in_order(column, order) for column in columns))
-        weight.index_add_(0, groups.of_row[rows], weights)
-        mean.index_add_(0, groups.of_row[rows], weights.mul_(returns[rows] - lowest[rows]))
-    mean.div_(weight.masked_fill_(weight == 0, 1)).masked_fill_(groups.size[:, None] == 1, 0)
+    columns = (old_log_probs, sum_pi_squared, response_mask.bool())
+    weights = _weights(*(put_in_order(column, order) for column in columns))
+    total = returns.new_zeros(len(groups.size), returns.shape[1])
+    weighted = torch.zeros_like(total)
+    total.index_add_(0, groups.of_row, weights)
+    weighted.index_add_(0, groups.of_row, weights * lead)
+    mean = weighted / total.masked_fill(total == 0, 1)
+    mean[groups.size == 1] = 0  # a group of one keeps its returns
 
-    advantages = torch.empty_like(returns)
-    for rows, order in zip(blocks, orders, strict=True):
-        lead = returns[rows] - lowest[rows]
-        lead.sub_(mean[groups.of_row[rows]])
-        advantages[rows] = zero_outside(put_back(lead, order), response_mask[rows])
-        returns[rows] = put_back(returns[rows], order)
-    return advantages, returns
+    advantages = put_back(lead - mean[groups.of_row], order)
+    return zero_outside(advantages, response_mask), put_back(returns, order)
 
 
 def _weights(old_log_probs: Tensor, sum_pi_squared: Tensor, mask: Tensor) -> Tensor:
     """Return W for every token of ordered rows, and 0 outside the mask."""
-    norms = torch.sub(sum_pi_squared, old_log_probs.exp(), alpha=2).add_(1).clamp_(min=0)
+    norms = (1 - 2 * old_log_probs.exp() + sum_pi_squared).clamp(min=0)
     # values outside the mask come after a row's tokens, so no token's sum includes them
-    return zero_outside(norms.cumsum_(dim=-1), mask)
+    return zero_outside(norms.cumsum(dim=-1), mask)
 
 
 def _lowest_score(ordered_returns: Tensor, groups: Groups) -> Tensor:

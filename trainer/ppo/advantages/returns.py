@@ -1,4 +1,4 @@
-"""Discounted sums over the tokens of a row, computed from the last token back.
+"""Discounted sums over the tokens of a row, and whitening.
 
 Tensors are [rows, R].
 """
@@ -70,3 +70,16 @@ def returns_of(token_level_rewards: Tensor, response_mask: Tensor, gamma: float)
     rewards = zero_outside(token_level_rewards, response_mask)
     rewards = put_in_order(rewards, order)
     return put_back(discounted_sum(rewards, gamma), order)
+
+
+def whiten_(values: Tensor, response_mask: Tensor) -> Tensor:
+    """Scale values [rows, R] in place to mean 0 and variance 1, and return them.
+
+    They must be zero outside the mask, and stay so. This needs a third of the memory traffic of an
+    out-of-place version.
+    """
+    inside = (response_mask != 0).to(values.dtype)
+    num_inside = torch.count_nonzero(inside)
+    values.sub_(values.sum() / num_inside.clamp(min=1)).mul_(inside)
+    variance = torch.linalg.vector_norm(values).square() / (num_inside - 1).clamp(min=1)
+    return values.mul_(torch.rsqrt(variance + 1e-8))

@@ -11,7 +11,6 @@ from tests.trainer.ppo.advantages.twins import SETTINGS, TWINS, Case
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import columns_read, compute_advantage, named_rewards
 from verl_like.errors import BatchError
-from workers.losses import blocks
 
 EVERY_SETTING = [(name, settings) for name in TWINS for settings in SETTINGS.get(name, [{}])]
 
@@ -55,16 +54,6 @@ def test_every_estimator_equals_its_twin(columns, name, settings):
     results = ADVANTAGE_ESTIMATORS[name](**arguments_of(name, batch, settings))
     for result, plain in zip(results, TWINS[name](case_of(batch, settings)), strict=True):
         torch.testing.assert_close(result, torch.tensor(plain, dtype=torch.float64))
-
-
-def test_the_block_size_changes_no_optimal_token_baseline(columns, monkeypatch):
-    arguments = arguments_of("optimal_token_baseline", whole_batch(*columns), {})
-    results = []
-    for block_tokens in (10**6, 2 * WIDTH):
-        monkeypatch.setattr(blocks, "BLOCK_TOKENS", block_tokens)
-        results.append(ADVANTAGE_ESTIMATORS["optimal_token_baseline"](**arguments))
-    for whole, by_blocks in zip(*results, strict=True):
-        torch.testing.assert_close(by_blocks, whole)
 
 
 @pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import ActorConfig
-from workers.losses.aggregate import with_slope
 from workers.losses.importance_ratio import (
     CLIP_RANGE,
     LARGEST_LOG_RATIO,
@@ -43,16 +42,14 @@ def compute_policy_loss_geo_mean(
     low, high = clip_widths(config)
     log_r = log_ratio(log_prob, old_log_prob, mask)
 
-    sign = advantages.sign()
-    limit = (sign * ((high - low) / 2)).add_((high + low) / 2)  # high where A > 0, low where A < 0
-    towards = log_r.detach() * sign
-    is_clipped, rises = towards > limit, advantages > 0
-    slope = zero_outside(sign.square(), ~is_clipped)  # zero for a token with A = 0
-    limited = with_slope(torch.minimum(towards, limit).mul_(sign), slope, log_r)
+    rises, sign = advantages > 0, advantages.sign()
+    limit = torch.where(rises, log_r.new_tensor(high), log_r.new_tensor(low))
+    limited = sign * torch.minimum(sign * log_r, limit)
     lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
     ratio = (limited.sum(dim=-1, keepdim=True) / lengths).exp()
     losses = (-advantages.sum(dim=-1, keepdim=True) / lengths * ratio).expand_as(mask)
 
+    is_clipped = sign * log_r > limit
     per_token = {
         "actor/ppo_kl": -log_r,
         "actor/pg_clipfrac": is_clipped & rises,
@@ -88,16 +85,16 @@ def compute_policy_loss_gspo(
     log_r = log_ratio(log_prob.detach(), old_log_prob, mask)
     # only the mean is clamped, so a token that moved far counts fully
     mean = masked_mean((log_prob - old_log_prob).detach(), mask, axis=-1).unsqueeze(-1)
-    ratio = mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()
+    of_sequence = mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()
+    ratio = of_sequence * zero_outside(log_prob - log_prob.detach(), mask).exp()
 
     free = -advantages * ratio
     clipped = -advantages * ratio.clamp(*clip_range(config))
-    is_clipped = clipped > free
-    losses = with_slope(torch.maximum(free, clipped), zero_outside(free, ~is_clipped), log_prob)
+    losses = torch.maximum(free, clipped)
 
     per_token = {
         "actor/ppo_kl": -log_r,
-        "actor/pg_clipfrac": is_clipped,
+        "actor/pg_clipfrac": clipped > free,
         "actor/pg_clipfrac_lower": torch.zeros_like(mask),
     }
     return losses, per_token
