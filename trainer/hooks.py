@@ -87,8 +87,8 @@ class Hooks:
     def on_sample_end(self, batch: DataProto) -> None:
         """Called with all samples of the step before the score stage."""
 
-    def on_filter(self, reason: str, batch: DataProto) -> None:
-        """Called with the samples that remain after the filter named `reason`."""
+    def on_filter(self, name: str, before: DataProto, after: DataProto) -> None:
+        """Called with the samples before a filter of that name, and those that remain."""
 
     def on_update(self, batch: DataProto) -> None:
         """Called when the update of this batch is launched, before the driver waits for it."""

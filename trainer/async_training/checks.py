@@ -9,6 +9,7 @@ from trainer.config.unused_keys import notice_of, unused_reason
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.checks import reject
 from trainer.ppo.compute_advantage import compares_with_greedy
+from trainer.ppo.filters import active_filters
 from trainer.ppo.sizes import CRITIC_COPY
 from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.resume import ResumePoint
@@ -56,7 +57,7 @@ def check_run(config: AsyncConfig) -> list[str]:
         )
     chooses = {
         "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
-        "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
+        **{name: chosen.resamples for name, chosen in active_filters(config).items()},
     }
     for key, is_set in chooses.items():
         if is_set and len(topology.routed_ranks) > 1:

@@ -331,11 +331,11 @@ class SampleWatch:
                 )
             self._leave(EMPTY, tokens)
 
-    def on_filter(self, trainer: Any, reason: str, batch: DataProto) -> None:
+    def on_filter(self, trainer: Any, name: str, before: DataProto, after: DataProto) -> None:
         """Record the samples that a filter has left out."""
         if self._samples:
             with self.log.lock:
-                self._leave(reason, tokens_by_sample(batch))
+                self._leave(name, tokens_by_sample(after))
 
     def on_update(self, trainer: Any, batch: DataProto) -> None:
         """Count the tokens of the update call; a row that occurs twice counts once."""

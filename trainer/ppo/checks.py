@@ -16,6 +16,7 @@ from trainer.config.devices import devices_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.compute_advantage import GDPO_KEY, columns_read, compares_with_greedy
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
+from trainer.ppo.filters import active_filters
 from trainer.ppo.roles import models_of, rollouts_of
 from trainer.ppo.sample import METRIC_KEY
 from trainer.ppo.update import longest_row
@@ -152,11 +153,11 @@ def _reject_rewards(config: PPOConfig) -> None:
     act_on_rewards = {
         "algorithm.use_kl_in_reward=true": algorithm.use_kl_in_reward,
         "algorithm.filter_groups.enable=true": algorithm.filter_groups.enable,
-        "algorithm.use_pf_ppo=true": algorithm.use_pf_ppo,
         f"algorithm.running_norm={algorithm.running_norm}": bool(algorithm.running_norm),
         f"algorithm.score_clip={algorithm.score_clip}": algorithm.score_clip is not None,
         "reward.overlong_penalty.enable=true": config.reward.overlong_penalty.enable,
     }
+    act_on_rewards |= {f"{name}=true": f.resamples for name, f in active_filters(config).items()}
     for setting, is_set in act_on_rewards.items():
         if is_set and has_only_teacher(config):
             raise ConfigError(

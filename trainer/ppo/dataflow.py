@@ -14,8 +14,8 @@ from itertools import combinations
 from trainer.ppo import score
 from trainer.ppo.compute_advantage import columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.filters import active_filters
 from trainer.ppo.roles import declaring_class, scorings_of
-from trainer.ppo.update import columns_of_correction
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of, rm_column
@@ -136,10 +136,9 @@ def step_nodes(config: PPOConfig) -> list[CallNode]:
         teacher_reads = ("old_log_probs", "teacher_log_prob", *estimated)
         graph.on_driver("adv", "distillation", teacher_reads, "advantages", "returns")
 
-    corrected = columns_of_correction(algorithm.rollout_correction)
-    if corrected:
-        log_probs = ("old_log_probs", "rollout_log_probs")
-        graph.on_driver("update", "rollout correction", log_probs, *corrected)
+    for name, chosen in active_filters(config).items():
+        if written := chosen.writes(config):
+            graph.on_driver("update", name, chosen.reads, *written)
     graph.on_role("update", "critic", "update_critic", "critic weights")
     graph.on_role("update", "actor", "update_actor", "actor weights")
     graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")

@@ -28,7 +28,6 @@ from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import get_seqlen_balanced_partitions
 from workers.columns import count_ones, sample_scores, split_player_uid, write_columns
 
-FILTERED = "algorithm.filter_groups"
 METRIC_KEY = "algorithm.filter_groups.metric"
 logger = logging.getLogger(__name__)
 
@@ -37,8 +36,10 @@ def collect_groups(
     sample_prompts: Callable[[int], tuple[DataProto, dict[str, float]]],
     num_prompts: int,
     config: FilterGroupsConfig,
-) -> tuple[DataProto, dict[str, float]]:
-    """Return `num_prompts` groups whose samples differ, in the order of sampling, and metrics.
+) -> tuple[DataProto, DataProto, dict[str, float]]:
+    """Return `num_prompts` groups whose samples differ, all drawn samples, and metrics.
+
+    Groups come in the order of sampling.
 
     Samples differ if `filter_groups.metric` has several values. `sample_prompts(attempt)` returns
     scored samples of further prompts with their metrics. After `max_num_gen_batches` draws, groups
@@ -76,12 +77,16 @@ def collect_groups(
         )
         batch = concat_rows([batch, first_groups(concat_rows(spare), missing)])
 
-    return batch, {
-        **merge_attempts(attempts),
-        "dynamic_sampling/num_gen_batches": float(len(attempts)),
-        "dynamic_sampling/num_groups_sampled": float(num_sampled),
-        "dynamic_sampling/num_groups_of_equal_scores": float(missing),
-    }
+    return (
+        batch,
+        concat_rows(differing + spare),
+        {
+            **merge_attempts(attempts),
+            "dynamic_sampling/num_gen_batches": float(len(attempts)),
+            "dynamic_sampling/num_groups_sampled": float(num_sampled),
+            "dynamic_sampling/num_groups_of_equal_scores": float(missing),
+        },
+    )
 
 
 def merge_attempts(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from trainer.ppo.compute_advantage import columns_read
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.filters import columns_of_correction
 from trainer.ppo.roles import Scoring
-from trainer.ppo.update import columns_of_correction
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_column, read_columns
 from workers.config.conditions import has_teacher

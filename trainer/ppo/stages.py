@@ -26,6 +26,7 @@ from trainer.ppo.compute_advantage import check_columns, columns_read, compares_
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overlaps, overridden_stages
 from trainer.ppo.estimate import Estimation
+from trainer.ppo.filters import active_filters
 from trainer.ppo.memory import engine_rests, plan_text
 from trainer.ppo.metrics import compute_data_metrics, speed
 from trainer.ppo.roles import scorings_of
@@ -107,10 +108,10 @@ class PPOTrainer(Trainer):
         filtered, metrics = self.config.algorithm.filter_groups, dict[str, float]()
         if filtered.enable:
             size = self.config.data.train_batch_size
-            batch, metrics = sample.collect_groups(
+            batch, drawn, metrics = sample.collect_groups(
                 lambda attempt: self.rollouts.score(self.sample_prompts(attempt)), size, filtered
             )
-            self.call_hook("on_filter", sample.FILTERED, batch)
+            self.call_hook("on_filter", "algorithm.filter_groups", drawn, batch)
         else:
             batch = self.sample_prompts()
         batch, balanced = self.balance(batch)
@@ -188,24 +189,14 @@ class PPOTrainer(Trainer):
 
         On separate pools, they train at the same time.
         """
-        config, step, algorithm = self.config, self.global_step, self.config.algorithm
+        config, step, metrics = self.config, self.global_step, dict[str, float]()
         num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
-        metrics: Metrics = {}
-        if algorithm.mask_truncated:
-            batch, metrics = update.without_truncated(batch)
-            self.call_hook("on_filter", "algorithm.mask_truncated", batch)
-        batch = update.without_skipped(batch)
-        self.call_hook("on_filter", "on_failure=skip", batch)
-        if update.columns_of_correction(algorithm.rollout_correction):
-            batch, corrected = update.correct_rollout(batch, algorithm.rollout_correction)
-            metrics |= corrected
-            self.call_hook("on_filter", "algorithm.rollout_correction", batch)
-        if algorithm.use_pf_ppo:
-            seed = config.trainer.seed
-            batch, resampled = update.resample_by_score(batch, algorithm.pf_ppo, seed, step)
-            batch, _ = self.balance(batch)
-            metrics |= resampled
-            self.call_hook("on_filter", "algorithm.use_pf_ppo", batch)
+        for name, chosen in active_filters(config).items():
+            before, (batch, found) = batch, chosen.keep(batch, config, step)
+            if chosen.resamples:
+                batch, _ = self.balance(batch)
+            metrics |= found
+            self.call_hook("on_filter", name, before, batch)
         batch = update.add_chosen_tokens(batch, config, step)
 
         calls = []

@@ -16,9 +16,11 @@ from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_
 from trainer import load_config, run
 from trainer.config.keys import read
 from trainer.config.unused_keys import unused_reason
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.filters import active_filters, correct_rollout
 from trainer.ppo.recipe import PPO
-from trainer.ppo.update import correct_rollout
 from verl_like.batch.protocol import DataProto
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from workers.config import RolloutCorrectionConfig
 from workers.roles.actor import ActorWorker
@@ -54,10 +56,15 @@ def sampled(num_rows: int = 8) -> DataProto:
     return batch
 
 
+def config_of(**settings: Any) -> PPOConfig:
+    correction = RolloutCorrectionConfig(**settings)
+    return changed(PPOConfig(), {"algorithm.rollout_correction": correction})
+
+
 def test_the_corrected_batch_has_weights_and_a_shorter_mask() -> None:
     batch = sampled()
     mask = batch.batch["response_mask"].clone()
-    corrected, metrics = correct_rollout(batch, RolloutCorrectionConfig(**REJECTING))
+    corrected, metrics = correct_rollout(batch, config_of(**REJECTING), 1)
     assert torch.equal(batch.batch["response_mask"], mask), "the sampled tokens stay recorded"
     assert "rollout_is_weights" not in batch.batch.keys()
 
@@ -75,7 +82,7 @@ def test_the_corrected_batch_has_weights_and_a_shorter_mask() -> None:
 def test_weights_use_the_truncated_log_probs_of_the_rollout() -> None:
     batch = sampled()
     batch.batch["rollout_truncated_log_probs"] = batch.batch["old_log_probs"] - math.log(1.5)
-    corrected, _ = correct_rollout(batch, RolloutCorrectionConfig(rollout_is="token"))
+    corrected, _ = correct_rollout(batch, config_of(rollout_is="token"), 1)
     inside = batch.batch["response_mask"].bool()
     weights = corrected.batch["rollout_is_weights"][inside]
     torch.testing.assert_close(weights, torch.full_like(weights, 1.5))
@@ -84,9 +91,10 @@ def test_weights_use_the_truncated_log_probs_of_the_rollout() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"bypass_mode": True, "rollout_rs": "token_k1", "rollout_rs_threshold": "2"}]
 )
-def test_the_batch_stays_without_a_correction_and_with_a_bypass(settings: dict[str, Any]) -> None:
-    batch = sampled()
-    assert correct_rollout(batch, RolloutCorrectionConfig(**settings)) == (batch, {})
+def test_there_is_no_filter_without_a_correction_and_with_a_bypass(
+    settings: dict[str, Any],
+) -> None:
+    assert "algorithm.rollout_correction" not in active_filters(config_of(**settings))
 
 
 def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, float]]:
@@ -105,7 +113,9 @@ def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, flo
             loss_agg_mode="seq-mean-token-mean",
         )
         config.algorithm.rollout_correction = RolloutCorrectionConfig(**settings)
-        batch, _ = correct_rollout(sampled(), config.algorithm.rollout_correction)
+        batch = sampled()
+        for chosen in active_filters(config_of(**settings)).values():
+            batch, _ = chosen.keep(batch, config_of(**settings), 1)
         worker = started(role, config, 10)
         data = own_chunk(batch, worker.rank, worker.world_size)
         update = worker.update_actor if role is ActorWorker else worker.update_critic

@@ -108,11 +108,14 @@ def test_a_correction_runs_between_old_log_probs_and_the_updates() -> None:
     config = load(*GRPO_OF_ONE_STEP, "correction=decoupled_geo_rs_seq_tis")
     assert not update_can_compute_old_log_probs(config), "the whole batch is corrected before"
     after = edges(step_nodes(config))
-    assert after["rollout correction"] == ["actor.compute_log_prob", "rollout.generate_sequences"]
-    assert "rollout correction" in after["actor.update_actor"]
+    assert after["algorithm.rollout_correction"] == [
+        "actor.compute_log_prob",
+        "rollout.generate_sequences",
+    ]
+    assert "algorithm.rollout_correction" in after["actor.update_actor"]
 
     with_critic = load("correction=decoupled_geo_rs")
-    assert "rollout correction" in edges(step_nodes(with_critic))["critic.update_critic"]
+    assert "algorithm.rollout_correction" in edges(step_nodes(with_critic))["critic.update_critic"]
     split = load("correction=decoupled_token_is", "placement=split", "trainer.n_gpus_per_node=2")
     assert "in update: critic.update_critic ‖ actor.update_actor" in overlaps(split)
 
@@ -124,4 +127,4 @@ def test_a_bypass_has_no_pass_for_old_log_probs() -> None:
         graph, _, notice = describe(config).partition("note: ")
         assert notice.startswith("bypass_mode uses the rollout's log-probs")
         assert "compute_log_prob" not in graph
-        assert "rollout correction" not in graph
+        assert "algorithm.rollout_correction" not in graph

@@ -29,7 +29,7 @@ def drawn(
 
 def test_the_first_groups_of_different_scores_are_kept_in_order() -> None:
     draws = [[[0, 0], [0, 1], [1, 1]], [[1, 1], [1, 0], [0, 1]]]
-    batch, metrics = collect_groups(
+    batch, _, metrics = collect_groups(
         lambda a: drawn(draws[a], a), 2, FilterGroupsConfig(enable=True)
     )
     assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0", "1-1", "1-1"]
@@ -44,14 +44,14 @@ def test_the_first_groups_of_different_scores_are_kept_in_order() -> None:
 
 def test_equal_groups_fill_the_batch_after_the_last_draw(caplog: pytest.LogCaptureFixture) -> None:
     config = FilterGroupsConfig(enable=True, max_num_gen_batches=2)
-    batch, metrics = collect_groups(lambda a: drawn([[0, 0], [a, 1]], a), 3, config)
+    batch, _, metrics = collect_groups(lambda a: drawn([[0, 0], [a, 1]], a), 3, config)
     assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0", "0-0", "0-0", "0-1", "0-1"]
     assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 2.0
     assert "3 groups have equal values of seq_reward after 2 generated batches" in caplog.text
 
 
 def test_groups_of_one_are_never_refilled() -> None:
-    batch, metrics = collect_groups(
+    batch, _, metrics = collect_groups(
         lambda a: drawn([[1], [1]], a), 2, FilterGroupsConfig(enable=True)
     )
     assert len(batch) == 2
@@ -60,7 +60,7 @@ def test_groups_of_one_are_never_refilled() -> None:
 
 def test_another_metric_of_the_reward_function_can_be_compared() -> None:
     config = FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=1)
-    batch, _ = collect_groups(lambda a: drawn([[0, 1], [0, 1]], a, acc=[1, 1, 0, 1]), 1, config)
+    batch, _, _ = collect_groups(lambda a: drawn([[0, 1], [0, 1]], a, acc=[1, 1, 0, 1]), 1, config)
     assert batch.non_tensor_batch["uid"].tolist() == ["1-0", "1-0"]
     with pytest.raises(
         ConfigError, match="metric=ac: choose seq_reward.*here: seq_reward, acc. Did you mean 'acc'"
@@ -77,11 +77,11 @@ def test_nan_scores_do_not_make_a_group_different() -> None:
     config = FilterGroupsConfig(enable=True, metric="acc", max_num_gen_batches=1)
     draw = [[0, 1], [0, 1], [0, 1], [0, 1]]
     acc = [nan, nan, nan, 1, nan, 0, 0, 1]
-    batch, metrics = collect_groups(lambda a: drawn(draw, a, acc=acc), 2, config)
+    batch, _, metrics = collect_groups(lambda a: drawn(draw, a, acc=acc), 2, config)
     assert batch.non_tensor_batch["uid"].tolist()[:2] == ["3-0", "3-0"]
     assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 1.0
 
-    _, metrics = collect_groups(lambda a: drawn([[1], [1]], a, acc=[nan, 1]), 2, config)
+    _, _, metrics = collect_groups(lambda a: drawn([[1], [1]], a, acc=[nan, 1]), 2, config)
     assert metrics["dynamic_sampling/num_groups_of_equal_scores"] == 1.0
 
 

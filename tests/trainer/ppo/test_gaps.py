@@ -13,9 +13,10 @@ import torch
 
 from trainer.ppo.config import KLControlConfig, PPOConfig
 from trainer.ppo.estimate import KLController, RunningNorm, apply_kl_penalty, clamp_scores, distill
+from trainer.ppo.filters import correct_rollout, without_truncated
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.score import mismatch_metrics
-from trainer.ppo.update import add_chosen_tokens, correct_rollout, without_truncated
+from trainer.ppo.update import add_chosen_tokens
 from trainer.ppo.validate import name_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
@@ -77,7 +78,9 @@ def normed_scores(batch: DataProto) -> Result:
 
 
 def corrected(**settings: str) -> Callable[[DataProto], Result]:
-    return lambda batch: correct_rollout(batch, RolloutCorrectionConfig(**settings))
+    correction = RolloutCorrectionConfig(**settings)
+    config = changed(PPOConfig(), {"algorithm.rollout_correction": correction})
+    return lambda batch: correct_rollout(batch, config, 1)
 
 
 def chosen(batch: DataProto) -> Result:
@@ -99,7 +102,7 @@ STAGES: dict[str, Callable[[DataProto], Result]] = {
     "weights of sequences": corrected(rollout_is="sequence"),
     "rejected tokens": corrected(rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"),
     "rejected sequences": corrected(rollout_rs="seq_mean_k1", rollout_rs_threshold="0.5_2.0"),
-    "without truncated": without_truncated,
+    "without truncated": lambda batch: without_truncated(batch, PPOConfig(), 1),
     "chosen tokens": chosen,
     "metrics": lambda batch: (batch, compute_data_metrics(batch)),
     "mismatch": lambda batch: (batch, mismatch_metrics(batch)),

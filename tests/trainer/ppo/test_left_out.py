@@ -11,7 +11,8 @@ from tests.integration.rigged import NotedTrainer
 from tests.integration.runs import POLICY_ALONE, lines, overrides
 from tests.workers.samples import learned, make_batch, started, tiny_config
 from trainer import load_config, run
-from trainer.ppo.update import without_truncated
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.filters import without_truncated
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
 
@@ -28,7 +29,7 @@ def finished(*reasons: str) -> DataProto:
 def test_only_the_returned_mask_of_truncated_samples_changes() -> None:
     batch = finished(*REASONS)
     before = batch.batch["response_mask"].clone()
-    masked, metrics = without_truncated(batch)
+    masked, metrics = without_truncated(batch, PPOConfig(), 1)
 
     assert metrics == {"response/truncated_ratio": 0.25}
     assert batch.batch["response_mask"].equal(before)
@@ -41,7 +42,7 @@ def test_only_the_returned_mask_of_truncated_samples_changes() -> None:
 @pytest.mark.parametrize("rows", [1, 8])
 def test_updates_ignore_truncated_samples(tiny_dir: Path, mode: str, rows: int) -> None:
     batch = finished(*REASONS)
-    masked = update(tiny_dir, without_truncated(batch)[0], mode, rows)
+    masked = update(tiny_dir, without_truncated(batch, PPOConfig(), 1)[0], mode, rows)
     whole = update(tiny_dir, batch.select_idxs(KEPT), mode, 8)
     assert masked == pytest.approx(whole, rel=1e-4, abs=1e-6)
 
@@ -58,7 +59,7 @@ def update(tiny_dir: Path, batch: DataProto, mode: str, rows: int) -> dict[str, 
 
 
 def test_a_truncated_batch_has_no_loss(tiny_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    masked, metrics = without_truncated(finished("length", "length"))
+    masked, metrics = without_truncated(finished("length", "length"), PPOConfig(), 1)
     assert metrics == {"response/truncated_ratio": 1.0}
     assert "all 2 samples of this step were truncated" in caplog.text
     metrics = update(tiny_dir, masked, "token-mean", 8)

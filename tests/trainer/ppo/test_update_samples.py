@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from trainer import load_config
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
-from trainer.ppo.update import add_chosen_tokens, draw_rows, filtration_weights, resample_by_score
+from trainer.ppo.filters import draw_rows, filtration_weights, resample_by_score
+from trainer.ppo.update import add_chosen_tokens
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
 from workers.config import PolicyLossConfig
@@ -18,6 +20,12 @@ from workers.losses.registry import POLICY_LOSSES, traits_of
 
 ROWS, WIDTH = 12, 6
 NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local")
+
+
+def filtration(**settings: Any) -> PPOConfig:
+    return changed(
+        PPOConfig(), {"algorithm.pf_ppo": PolicyFiltrationConfig(**settings), "trainer.seed": 1}
+    )
 
 
 def config_of(loss_mode: str, num_samples: int = ROWS, **arguments: float) -> PPOConfig:
@@ -82,18 +90,18 @@ def test_equal_weights_draw_every_row_once(weights: list[float]) -> None:
 
 
 def test_a_draw_depends_on_the_step_but_not_on_the_row_order(batch: DataProto) -> None:
-    config = PolicyFiltrationConfig(weight_pow=1.0)
-    drawn = [rows_of(resample_by_score(batch, config, 1, step)[0]) for step in range(1, 9)]
-    assert rows_of(resample_by_score(batch, config, 1, 1)[0]) == drawn[0]
+    config = filtration(weight_pow=1.0)
+    drawn = [rows_of(resample_by_score(batch, config, step)[0]) for step in range(1, 9)]
+    assert rows_of(resample_by_score(batch, config, 1)[0]) == drawn[0]
     assert len(set(map(tuple, drawn))) > 1
 
     shuffled = batch[torch.randperm(ROWS)]
-    assert rows_of(resample_by_score(shuffled, config, 1, 1)[0]) == drawn[0]
+    assert rows_of(resample_by_score(shuffled, config, 1)[0]) == drawn[0]
 
 
 def test_max_min_keeps_only_the_highest_and_lowest_scores(batch: DataProto) -> None:
-    config = PolicyFiltrationConfig(reweight_method="max_min")
-    drawn, metrics = resample_by_score(batch, config, 1, 1)
+    config = filtration(reweight_method="max_min")
+    drawn, metrics = resample_by_score(batch, config, 1)
     assert len(drawn) == ROWS
     assert set(drawn.batch["token_level_scores"][:, 0].tolist()) == {2.0, -2.0}
     assert metrics == {"pf_ppo/kept_ratio": 0.5, "pf_ppo/most_copies": 2.0}

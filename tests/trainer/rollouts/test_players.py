@@ -127,10 +127,10 @@ def test_groups_of_players_are_filtered_by_prompts() -> None:
     scores = torch.tensor([1.0, 0, 1, 2, 3, 4, 3, 4, 5, 5, 5, 5])
     samples = DataProto.from_dict({"token_level_scores": scores[:, None]}, {"uid": uids})
     config = FilterGroupsConfig(enable=True, max_num_gen_batches=1, metric="seq_reward")
-    batch, metrics = collect_groups(lambda _: (samples, {}), 1, config)
+    batch, _, metrics = collect_groups(lambda _: (samples, {}), 1, config)
     assert list(batch.non_tensor_batch["uid"]) == uids[:4]
     assert metrics["dynamic_sampling/num_groups_sampled"] == 3
-    batch, _ = collect_groups(lambda _: (samples, {}), 2, config)
+    batch, _, _ = collect_groups(lambda _: (samples, {}), 2, config)
     assert list(batch.non_tensor_batch["uid"]) == uids[:8]
 
 

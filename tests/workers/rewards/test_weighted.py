@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.ppo.update import without_skipped
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.filters import without_skipped
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongPenaltyConfig, RewardConfig
@@ -210,7 +211,7 @@ def test_a_skipped_sample_is_not_trained_and_moves_no_baseline() -> None:
     assert scored.batch["token_level_scores"][1].tolist() == [0.0, 0.0, 2.5]
     assert scored.batch["step_ends"][:2].tolist() == [[False, True, False], [False, False, True]]
 
-    trained = without_skipped(batch().union(scored))
+    trained = without_skipped(batch().union(scored), PPOConfig(), 1)[0]
     assert trained.batch["response_mask"].tolist() == [[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 0, 0]]
     assert scored.non_tensor_batch[SKIPPED].tolist() == [0.0, 1.0, 0.0, 1.0]
 
