@@ -185,16 +185,22 @@ def record(job: Job, call: str) -> Recorder:
     return recorder
 
 
+def policy(size: str, layers: int = 0) -> Any:
+    """Return a language model on the meta device, in bfloat16."""
+    with META:
+        config = config_of(size, False, layers)
+        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    move_buffers(module)
+    return module
+
+
 def decoded_token(size: str, num_rows: int, prompt: int, layers: int = 0) -> Recorder:
     """Return what the native engine does for one more token of every row."""
     from workers.rollout.base import EngineLimits, SamplingParams
     from workers.rollout.native.engine import NativeRolloutEngine
     from workers.rollout.sample import Sample
 
-    with META:
-        config = config_of(size, False, layers)
-        module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    move_buffers(module)
+    module = policy(size, layers)
     recorders = []
     checks: dict[str, Callable[..., Any]] = {
         "workers.rollout.native.engine.check_decoding": lambda *_: None,

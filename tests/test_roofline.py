@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from tests import ROOT
 from tests.conftest import load
+from workers.rollout.native.direct_forward import DirectForward
+from workers.rollout.native.kv_cache import SlotCache, Slots
 
 TOLERANCE = 1.02
 
@@ -42,6 +44,28 @@ def test_a_decoded_token_starts_no_more_operations(roofline: ModuleType, recorde
     token = roofline.decoded_token("0.5b", 256, 128, layers=2)
     assert token.num_started <= recorded["operations per token of two layers"]
     assert sum(token.waits.values()) <= 2
+
+
+def test_decoding_is_fit_for_a_cuda_graph(roofline: ModuleType) -> None:
+    """Equal operations over equal shapes and buffers, without a wait or a copy to the device."""
+    meta, rows = torch.device("meta"), 8
+    forward = DirectForward(roofline.policy("0.5b", 2), SlotCache(2, Slots(rows, 64, 64, meta)))
+    ids, slots = torch.zeros(rows, dtype=torch.long, device=meta), torch.arange(rows, device=meta)
+    passes = []
+    with torch.inference_mode():
+        forward.prefill([(6,) * 16] * rows, 16, slots, 0)
+        forward.decode(ids, slots)
+        buffers = [forward.step, forward.step and forward.step.first_keys]
+        for _ in range(2):
+            with roofline.Recorder() as recorder:
+                forward.decode(ids, slots)
+            assert not recorder.waits
+            assert not recorder.copies
+            sizes = [[size for _, size in (*op.reads, *op.writes)] for op in recorder.operations]
+            passes.append(([op.name for op in recorder.operations], sizes))
+    assert passes[0] == passes[1]
+    assert forward.step is buffers[0]
+    assert forward.cache.slot_layers[0].keys is buffers[1]
 
 
 def test_an_update_waits_for_the_device_only_between_passes(roofline: ModuleType) -> None:
@@ -85,6 +109,7 @@ def test_unfiltered_sampling_on_a_gpu_starts_few_operations(roofline: ModuleType
     with roofline.Recorder() as recorder:
         roofline.sample(1024)
     assert len(recorder.operations) <= 112
+    assert len(recorder.kernels(compiled=True)) <= 44
     assert not recorder.waits
 
 

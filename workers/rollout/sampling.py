@@ -9,6 +9,7 @@ the number (`sample_tokens`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,11 @@ An H100 needed 0.4 GiB for 64 rows of that vocabulary, so 256 rows need at most 
 
 
 def sample_tokens(
-    logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None = None
+    logits: Tensor,
+    noise: Tensor,
+    sampling: SamplingParams,
+    positions: Tensor | None = None,
+    fused: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row; return tokens [rows] and log-probs [rows, kinds].
 
@@ -88,21 +93,28 @@ def sample_tokens(
     distribution after all of them, which for greedy decoding has only one token.
 
     Rows are computed in chunks, so the memory of intermediate results does not grow with their
-    number.
+    number. `fused` compiles the computation (torch.compile) if no token is filtered out.
     """
     at_once = LOGITS_AT_ONCE
     if logits.device.type != "cpu" and not sampling.filters:
         at_once *= UNFILTERED_ON_GPU  # launching many small kernels would take longer than they run
     num_rows = max(1, at_once // logits.shape[1])
-    if len(logits) > num_rows:
-        results = []
-        for first in range(0, len(logits), num_rows):
-            rows = slice(first, first + num_rows)
-            place = None if positions is None else positions[rows]
-            results.append(sample_tokens(logits[rows], noise[rows], sampling, place))
-        chosen_tokens, chosen_log_probs = zip(*results, strict=True)
-        return torch.cat(chosen_tokens), torch.cat(chosen_log_probs)
+    sample = _compiled_sampling() if fused and not sampling.filters else _sample_rows
+    results = []
+    for first in range(0, max(len(logits), 1), num_rows):
+        rows = slice(first, first + num_rows)
+        place = None if positions is None else positions[rows]
+        results.append(sample(logits[rows], noise[rows], sampling, place))
+    if len(results) == 1:
+        return results[0]
+    chosen_tokens, chosen_log_probs = zip(*results, strict=True)
+    return torch.cat(chosen_tokens), torch.cat(chosen_log_probs)
 
+
+def _sample_rows(
+    logits: Tensor, noise: Tensor, sampling: SamplingParams, positions: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute `sample_tokens` for all rows together."""
     logits, temperature = logits.float(), sampling.log_prob_temperature
     log_probs = torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
     distribution = constrained(log_probs, sampling, positions)
@@ -128,6 +140,12 @@ def sample_tokens(
     else:
         truncated = torch.zeros_like(policy)
     return tokens, torch.cat([policy, truncated], dim=1)
+
+
+@cache
+def _compiled_sampling() -> Any:
+    """Return `_sample_rows`, compiled for any number of rows."""
+    return torch.compile(_sample_rows, dynamic=True)
 
 
 def constrained(log_probs: Tensor, sampling: SamplingParams, positions: Tensor | None) -> Tensor:

@@ -103,6 +103,37 @@ def test_tokens_do_not_depend_on_the_rows_per_pass(
         assert torch.equal(in_parts, whole)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7},
+        {"min_tokens": 1, "truncated_log_probs": True},
+        {"logit_bias": ((3, 1.5),)},
+        {"do_sample": False},
+    ],
+)
+def test_compiled_sampling_is_one_graph_for_any_number_of_rows(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(
+        sampling_module._sample_rows, backend=backend, dynamic=True, fullgraph=True
+    )
+    monkeypatch.setattr(sampling_module, "_compiled_sampling", lambda: compiled)
+    for num_rows in (2, 5, 9):
+        logits, noise = torch.randn(num_rows, 1000), torch.rand(num_rows, dtype=torch.float64)
+        arguments = logits, noise, sampling(**settings), torch.arange(num_rows)
+        together = sample_tokens(*arguments, fused=True)
+        for fused, plain in zip(together, sample_tokens(*arguments), strict=True):
+            assert torch.equal(fused, plain)
+    assert len(graphs) == 1
+
+
 def chi_square_limit(freedom: int) -> float:
     """Return Wilson and Hilferty's approximation of the 99.9 % quantile."""
     return freedom * (1 - 2 / (9 * freedom) + 3.09 * (2 / (9 * freedom)) ** 0.5) ** 3

@@ -89,7 +89,8 @@ class NoiseSampler(nn.Module):
         steps = batch_noise.made_before + num_sampled
         positions = to_device(torch.from_numpy(steps), logits.device)
         noise = uniforms_of(batch_noise.keys, positions)
-        tokens, log_probs = sample_tokens(logits, noise, self.sampling, positions)
+        compiles = logits.is_cuda and not self.runner.model_config.enforce_eager
+        tokens, log_probs = sample_tokens(logits, noise, self.sampling, positions, fused=compiles)
 
         last = self.sampling.max_tokens
         self._arriving.append(
