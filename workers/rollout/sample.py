@@ -52,7 +52,7 @@ class CachedStates:
     version: int | None = None
     """The version of the weights that computed them."""
     shift: int = 0
-    """How far images among the tokens shift the positions after them (Qwen-VL)."""
+    """Shift of later positions by the images among the tokens (Qwen-VL)."""
 
 
 @dataclass(frozen=True)

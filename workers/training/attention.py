@@ -142,13 +142,13 @@ class RowLayout:
         Returns their layout; for each of their tokens its number among the computed tokens; and for
         each computed token its position in the row that it was computed for.
         """
-        assert self.shared is not None, "without shared prefixes, rows are whole"
+        assert self.shared is not None, "without shared prefixes, nothing is copied"
         order = sorted(range(len(self.lengths)), key=lambda row: -self.lengths[row])
         sources = torch.cat([self.numbers[row] for row in order])
-        is_own = torch.cat([torch.arange(self.lengths[row]) >= self.shared[row] for row in order])
-        own = is_own.nonzero().squeeze(1)
-        results = torch.empty_like(own)
-        results[sources[own]] = own
+        is_computed = [torch.arange(self.lengths[row]) >= self.shared[row] for row in order]
+        places = torch.cat(is_computed).nonzero().squeeze(1)
+        results = torch.empty_like(places)
+        results[sources[places]] = places
         layout = RowLayout([self.lengths[row] for row in order], self.device)
         return layout, to_device(sources, self.device), to_device(results, self.device)
 
@@ -196,10 +196,10 @@ class _WholeRows(torch.autograd.Function):
             # `later` has the gradients of this row's first tokens from the rows after it
             count = len(later)
             later = later + row[:count]
-            own = row[max(first, count) :]
+            of_computed = row[max(first, count) :]
             if count > first:
-                own = torch.cat([later[first:].to(grad.dtype), own])
-            parts.append(own)
+                of_computed = torch.cat([later[first:].to(grad.dtype), of_computed])
+            parts.append(of_computed)
             later = later[:first]
             if first > count:
                 later = torch.cat([later, row[count:first].to(later.dtype)])

@@ -161,8 +161,8 @@ def test_a_kernel_attends_to_shared_prefixes_as_rows_alone_do(
     leaves = [state.clone().requires_grad_() for state in states]
     rows = [leaf[:, :, layout.sources] for leaf in leaves]
     output = attended(rows, RowLayout(lengths, CPU), None, scaling=0.3, sliding_window=window)
-    own = [torch.arange(n) >= first for n, first in zip(lengths, shared, strict=True)]
-    output = output[:, torch.cat(own)]
+    is_computed = [torch.arange(n) >= first for n, first in zip(lengths, shared, strict=True)]
+    output = output[:, torch.cat(is_computed)]
     results.append([output, *torch.autograd.grad(output.square().sum(), leaves)])
     for ours, rectangles, alone in zip(*results, strict=True):
         for other in (ours, rectangles):
