@@ -98,8 +98,8 @@ class RolloutConfig(Section):
     quantization: str | None = config_field(
         None, choices=(*QUANTIZATIONS, FP8), read_when=WEIGHTS_ARE_OURS
     )
-    """Round linear weights at each sync. `int8`: native and hf on CPUs; `fp8`: vllm on GPUs; null
-    disables rounding.
+    """Round linear weights at each sync. `int8`: native and hf on CPUs; `fp8`: vllm; null disables
+    rounding.
     """
     n: int = config_field(1, above=0)
     """Samples per prompt."""

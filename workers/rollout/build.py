@@ -110,15 +110,15 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
         )
     if (quantization == FP8) != (rollout.name == "vllm"):
         raise ConfigError(
-            f"{pair}: vllm supports fp8 on GPUs, native and hf support int8 on CPUs. Change one, "
-            "or leave out quantization."
+            f"{pair}: vllm supports fp8, native and hf support int8 on CPUs. Change one, or leave "
+            "out quantization."
         )
     if quantization != FP8:
         check_device(device_type)
-    elif device_type != "cuda":
+    elif (rollout.dtype or ("bfloat16" if device_type == "cuda" else "float32")) != "bfloat16":
         raise ConfigError(
-            f"{pair}: vLLM rounds to fp8 only on GPUs, but this role's device is {device_type}. "
-            "Leave out quantization."
+            f"{pair}: vLLM's fp8 layers compute in bfloat16, but {SECTION}.dtype={rollout.dtype} "
+            f"on {device_type} is not bfloat16. Set {SECTION}.dtype=bfloat16."
         )
 
 
@@ -233,6 +233,16 @@ def tokenizer_of(path: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
+def _fp8_scheme(device: torch.device) -> str:
+    """Return vLLM's fp8 with a scale per output and per token, which CPUs have, too.
+
+    GPUs without float8 products have only weights in fp8, with one scale.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return "fp8"
+    return "fp8_per_channel"
+
+
 def _vllm_engine(
     config: WorkersConfig,
     worker: Worker,
@@ -246,7 +256,7 @@ def _vllm_engine(
     policy = config.actor_rollout_ref
     options = dict(policy.rollout.engine_kwargs)
     if policy.rollout.quantization:
-        options["quantization"] = policy.rollout.quantization
+        options["quantization"] = _fp8_scheme(worker.device)
     loads_base = takes_adapter(policy)
     settings = VllmSettings(
         model_path=str(model_folder(policy.model.path, weights=loads_base)),

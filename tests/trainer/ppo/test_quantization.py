@@ -84,7 +84,14 @@ def test_an_fp8_rollout_is_corrected(settings: tuple[str, ...], reason: str) -> 
     [
         ((ROLLOUT, VLLM), "int8 with .*rollout.name=vllm: vllm supports fp8"),
         ((FP8, "actor_rollout_ref.rollout.name=native"), "fp8 with .*rollout.name=native"),
-        ((FP8, VLLM, "trainer.device=cpu"), "only on GPUs, but this role's device is cpu"),
+        (
+            (FP8, VLLM, "trainer.device=cpu"),
+            r"dtype=None on cpu is not bfloat16. Set actor_rollout_ref.rollout.dtype=bfloat16",
+        ),
+        (
+            (FP8, VLLM, "actor_rollout_ref.rollout.dtype=float32", "trainer.simulate=1xH100"),
+            "rollout.dtype=float32 on cuda is not bfloat16",
+        ),
         (
             (FP8, VLLM, f"{KWARGS}.quantization=fp8", "trainer.simulate=1xH100"),
             "vLLM accepts only one",

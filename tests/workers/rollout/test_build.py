@@ -87,7 +87,22 @@ def test_the_native_engine_on_gpus_has_a_notice() -> None:
     assert build.notices_of_engine("vllm", "cuda") == []
 
 
-def test_fp8_is_passed_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "capability", "scheme"),
+    [
+        ("cuda:0", (9, 0), "fp8_per_channel"),
+        ("cuda:0", (8, 0), "fp8"),
+        ("cpu", None, "fp8_per_channel"),
+    ],
+)
+def test_fp8_is_passed_to_vllm(
+    device: str,
+    capability: tuple[int, int] | None,
+    scheme: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     make_model(tmp_path / "model")
     calls: list[Any] = []
     monkeypatch.setattr(
@@ -95,6 +110,6 @@ def test_fp8_is_passed_to_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     )
     config = tiny_config(tmp_path)
     config.actor_rollout_ref.rollout.quantization = "fp8"
-    worker: Any = SimpleNamespace(device=torch.device("cuda", 0))
+    worker: Any = SimpleNamespace(device=torch.device(device))
     build._vllm_engine(config, worker, LIMITS, None)
-    assert calls[0].options == {"quantization": "fp8"}
+    assert calls[0].options == {"quantization": scheme}
