@@ -33,31 +33,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_models import QWEN2, config_of
+from gpu_models import QWEN2, Job, actor_of, config_of, rows_of
 from recorder import H100, Operation, Recorder, fused
-from sides import HERE, actor_worker, full_rows
+from sides import HERE
 from transformers import AutoModelForCausalLM
 
 META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Job:
-    """An update of an actor, or its log-probs."""
-
-    size: str
-    rows: int = 32
-    prompt: int = 256
-    response: int = 768
-    tokens: int = 16384
-    compiled: bool = False
-    recomputes: bool = True
-    same_prompts: int = 1
-    """Rows that have the same prompt."""
-    shares: bool = True
-    layers: int = 0
-    """Layers instead of the model's own number."""
-    mini_batches: int = 1
 
 
 class _Attention(torch.autograd.Function):
@@ -137,40 +118,10 @@ def move_buffers(module: Any, *_: Any) -> None:
 
 def actor(folder: Path, job: Job) -> Any:
     """Return the actor of a job on the meta device; build and run it inside `on_meta`."""
-    from workers.config import ActorRolloutRefConfig, ModelConfig, OptimConfig, RolloutConfig
-
-    config = config_of(job.size, False, job.layers)
-    config.save_pretrained(folder / job.size)
-    model = ModelConfig(
-        path=str(folder / job.size),
-        random_init_seed=0,
-        compute_dtype="bfloat16",
-        compile="on" if job.compiled else "off",
-        enable_gradient_checkpointing=job.recomputes,
-        share_prefixes=job.shares,
-    )
-    policy = ActorRolloutRefConfig(model=model, rollout=RolloutConfig(n=1))
-    policy.actor.optim = OptimConfig(lr=1e-5)
-    policy.actor.ppo_mini_batch_size = job.rows // job.mini_batches
-    policy.actor.use_dynamic_bsz = True
-    policy.actor.ppo_max_token_len_per_gpu = job.tokens
-    worker = actor_worker(policy, "cpu", job.prompt, job.response)
+    worker = actor_of(folder, job, "cpu")
     worker._device = META
     worker.init_model(100)
     return worker
-
-
-def rows(job: Job) -> Any:
-    """Return the rows of a job."""
-    from verl_like.batch.protocol import DataProto
-
-    columns = full_rows(
-        job.rows, job.prompt, job.response, range(6, 150_000), ("advantages", "old_log_probs"), -12
-    )
-    for name in ("input_ids", "prompts"):
-        prompts = columns[name][:, : job.prompt].view(-1, job.same_prompts, job.prompt)
-        prompts[:] = prompts[:, :1].clone()
-    return DataProto.from_dict(columns)
 
 
 def record(job: Job, call: str) -> Recorder:
@@ -179,7 +130,7 @@ def record(job: Job, call: str) -> Recorder:
     with tempfile.TemporaryDirectory() as folder, on_meta(recorder):
         with Recorder():  # a short pass through compiled layers asks for numbers
             worker = actor(Path(folder), job)
-        data = rows(job)
+        data = rows_of(job)
         with recorder:
             worker.update_actor(data) if call == "update" else worker.compute_log_prob(data)
     return recorder
@@ -188,7 +139,7 @@ def record(job: Job, call: str) -> Recorder:
 def policy(size: str, layers: int = 0) -> Any:
     """Return a language model on the meta device, in bfloat16."""
     with META:
-        config = config_of(size, False, layers)
+        config = config_of(size, layers)
         module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     move_buffers(module)
     return module
@@ -272,7 +223,7 @@ def needed_flops(job: Job) -> float:
 
     with tempfile.TemporaryDirectory() as folder, on_meta(Recorder()), Recorder():
         engine = actor(Path(folder), job).engine
-    engine.cut(engine.take(rows(job)).columns, MicroBatchBudget(tokens=job.tokens))
+    engine.cut(engine.take(rows_of(job)).columns, MicroBatchBudget(tokens=job.tokens))
     return mfu.needed_flops(engine, True)
 
 
@@ -283,7 +234,7 @@ def host_ms(job: Job) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, on_meta(Recorder()):
         with Recorder():
             worker = actor(Path(folder), job)
-        engine, data, best = worker.engine, rows(job), dict[str, float]()
+        engine, data, best = worker.engine, rows_of(job), dict[str, float]()
         columns, budget = worker.objective(data).loss.columns, MicroBatchBudget(tokens=job.tokens)
 
         def timed(name: str, run: Callable[[], Any]) -> Any:
@@ -454,7 +405,7 @@ def over_links(job: Job, num_gpus: int = 8) -> str:
     from trainer.planner.cost import DEVICES, Gpus
 
     with META:
-        module = AutoModelForCausalLM.from_config(config_of(job.size, False))
+        module = AutoModelForCausalLM.from_config(config_of(job.size))
     num_weights = sum(weight.numel() for weight in module.parameters())
     passes = -(-job.rows * (job.prompt + job.response) // job.tokens)
     gathers = passes * (2 + job.recomputes)  # of bfloat16 weights

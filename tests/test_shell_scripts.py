@@ -16,7 +16,7 @@ SCRIPTS = sorted(
     for folder in ("benchmarks", "examples", "tests", "tools")
     for path in (ROOT / folder).rglob("*.sh")
 )
-FOR_OTHER_MACHINES = ("benchmarks/gpu.sh", "benchmarks/gpu_node.sh", "examples/cluster/slurm.sh")
+FOR_OTHER_MACHINES = ("benchmarks/gpu.sh", "examples/cluster/slurm.sh")
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
