@@ -65,12 +65,13 @@ def needed_lengths(reads: RaggedTensor, *, whole_rows: bool = False) -> Tensor:
 
     With `whole_rows`, rows keep the tokens after that token.
     """
-    lengths, rows = reads.lengths.flatten(), reads.value_rows()
+    lengths = reads.lengths.flatten()
     if whole_rows:
         return lengths * (reads.sums().flatten() > 0)
-    up_to = _places_in_rows(reads) + 1
-    zeros = torch.zeros(len(lengths), dtype=torch.int64)
-    return zeros.scatter_reduce(0, rows, up_to * reads.values, "amax")
+    ends, places = lengths.cumsum(0), reads.values.nonzero().squeeze(1)
+    up_to = torch.cat([places.new_zeros(1), places + 1])  # each place read, counted from 1
+    last = up_to[torch.searchsorted(places, ends)]
+    return (last - (ends - lengths)).clamp(min=0)
 
 
 def _places_in_rows(column: RaggedTensor) -> Tensor:

@@ -49,7 +49,9 @@ def prefix_order(
 ) -> PrefixOrder | None:
     """Return an order in which rows share prefixes; None if they share little."""
     rows = [row[:length, None] for row, length in zip(ids.rows(), lengths, strict=True)]
-    texts = [row.numpy().astype(">u4").tobytes() for row in rows]
+    words, starts = ids.values.numpy().astype(">u4"), ids.lengths.cumsum(0) - ids.lengths
+    spans = zip(starts.tolist(), lengths, strict=True)
+    texts = [words[start : start + length].tobytes() for start, length in spans]
     order, marks = sorted(range(len(rows)), key=texts.__getitem__), reads.rows()
     shared = shared_lengths([rows[row] for row in order], [marks[row] for row in order])
     return PrefixOrder(order, shared) if sum(shared) > SMALLEST_SHARE * sum(lengths) else None
