@@ -21,6 +21,8 @@ QWEN2 = {
 """Hidden size, MLP size, layers, heads, key heads, whether the head is tied."""
 VOCABULARY = 151936
 TINY_VOCABULARY = 512
+CACHE_GIB = 16
+"""Room for 256 rows of 0.5B with 1,024 + 512 tokens, so that all of them decode at once."""
 MOST_WORDS = 8192
 """Entries of the tokenizer; it cannot decode most of the tokens that a random model samples."""
 NUM_PROMPTS = 256

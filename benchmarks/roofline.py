@@ -33,7 +33,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from gpu_models import QWEN2, Job, actor_of, config_of, rows_of
+from gpu_models import CACHE_GIB, QWEN2, Job, actor_of, config_of, rows_of
 from recorder import H100, Operation, Recorder, fused
 from sides import HERE
 from transformers import AutoModelForCausalLM
@@ -160,7 +160,7 @@ def decoded_token(size: str, num_rows: int, prompt: int, layers: int = 0) -> Rec
     with patched(checks):
         for num_tokens in (3, 4):
             recorders.append(Recorder())
-            limits = EngineLimits(prompt, 512, max_num_seqs=num_rows)
+            limits = EngineLimits(prompt, 512, max_num_seqs=num_rows, kv_cache_gib=CACHE_GIB)
             engine = NativeRolloutEngine(module, limits, owns_weights=False)
             engine.commit(0)
             samples = [Sample([6] * prompt, key) for key in range(num_rows)]

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.training.microbatch import MicroBatches, dummy_of
@@ -82,6 +81,8 @@ class _WithoutCollectives(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        from torch._C._distributed_c10d import FakeWork, Work
+
         if func.namespace != "c10d" or self.num_left == 0:
             return func(*args, **(kwargs or {}))
         self.num_left -= 1

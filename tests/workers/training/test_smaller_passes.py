@@ -130,14 +130,15 @@ def update_on_ranks(
 ) -> dict[str, Any]:
     """Return two updates of two mini-batches; the second rank runs out of memory in a place."""
     sharding.SMALL_ELEMENTS = change.get("small", sharding.SMALL_ELEMENTS)
-    rank = int(os.environ["RANK"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     config = tiny_config(tiny_dir, ppo_mini_batch_size=8, ppo_micro_batch_size_per_gpu=rows)
     config.actor_rollout_ref.actor.strategy = change["strategy"]
+    config.actor_rollout_ref.actor.fsdp_config = {"fsdp_size": change.get("fsdp_size", -1)}
     config.actor_rollout_ref.model.enable_gradient_checkpointing = change.get("recomputes", False)
     actor: Any = started(ActorWorker, config, 10)
     passes = fail_in(actor, place if rank == 1 else "", most_rows)
     metrics = [
-        learned(actor.update_actor(own_chunk(make_batch(16, seed), rank, 2))) for seed in (0, 1)
+        learned(actor.update_actor(own_chunk(make_batch(16, seed), rank, world))) for seed in (0, 1)
     ]
     return {"metrics": metrics, "weights": weights_of(actor), "passes": passes}
 
@@ -174,6 +175,14 @@ def test_all_ranks_repeat_a_mini_batch_if_one_runs_out_of_memory(
     ones = [1, 1, 1, 1]  # zero is a row without tokens
     assert first["passes"] == [4, 2, 2, *ones, *ones, *ones, *ones]
     assert second["passes"] == [4, 0, 2, 0, 0, *ones, *ones, *ones, *ones]
+
+
+def test_all_replicas_of_sharded_weights_repeat_a_mini_batch(tiny_dir: Path) -> None:
+    change = {"strategy": "fsdp", "small": 0, "fsdp_size": 2}
+    results = run_kept(4, update_on_ranks, tiny_dir, 2, change, "backward")
+    expected = run_kept(4, update_on_ranks, tiny_dir, 1, change)
+    assert [result["metrics"] for result in results] == [expected[0]["metrics"]] * 4
+    assert results[1]["passes"] == [2, 0, *[1] * 8]
 
 
 def test_the_pass_that_fails_may_be_a_later_one(tiny_dir: Path) -> None:
