@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from pathlib import Path
@@ -317,7 +317,7 @@ def profile(trial: Trial, run: Callable[[], Any]) -> Iterator[Figure]:
     spans = sorted(
         (event.start_ns(), event.duration_ns(), event.name())
         for event in trace.profiler.kineto_results.events()
-        if event.device_type().name == trial.device.upper()
+        if event.device_type().name == trial.device.upper() and "#" not in event.name()
     )
     idle: dict[str, int] = defaultdict(int)
     busy: dict[str, int] = defaultdict(int)
@@ -437,6 +437,7 @@ def published_bytes(size: str) -> int:
     return sum(2 * count for count in weight_sizes(size))
 
 
+@cache
 def weight_sizes(size: str) -> list[int]:
     """Return the number of elements of every weight."""
     import torch
@@ -522,8 +523,8 @@ CALLS = {
         Part("sampling", 20, sampling),
     ],
     "2": [
-        Part("decode", 55, decode),
-        Part("GRPO", 70, grpo),
+        Part("decode", 45, decode),
+        Part("GRPO", 80, grpo),
         Part("publish", 35, publish),
         Part("segments that grow", 20, segments, "expandable_segments:True"),
         Part("segments of fixed size", 20, segments, "expandable_segments:False"),

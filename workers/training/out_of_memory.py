@@ -27,7 +27,7 @@ def can_repeat(model: Model, has_gradients: bool) -> bool:
 
     `has_gradients` tells whether earlier gradients would be lost. Several ranks can if the
     collectives of a pass do not depend on its rows: without sp, tp, pp and ep. FSDP2 needs
-    `reset_iter_state`, which torch 2.13 has and torch 2.11 has not.
+    `reset_iter_state`, which torch 2.13 has.
     """
     if has_gradients or model.is_alone:
         return not has_gradients
