@@ -270,7 +270,7 @@ DATA: dict[str, Callable[[int], dict[str, Any]]] = {
     r"full_hh_rlhf": sums("Dahoaas/full-hh-rlhf"),
     r"math": sums("DigitalLearningGmbH/MATH-lighteval"),
     r"kto-mix": labelled,
-    r"ultrafeedback|preference": pair,
+    r"ultrafeedback|preference|hh-rlhf-helpful": pair,
     r"imdb": lambda n: {"text": f"A film of {n} minutes.", "label": n % 2},
     r"prompt-collection": lambda n: {"context_messages": chat(f"What is {n} + 1?")},
     r"openorca": lambda n: {"prompt": f"What is {n} + 1?", "response": str(n + 1)},

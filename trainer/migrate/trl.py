@@ -31,7 +31,7 @@ from verl_like.errors import ConfigError
 
 PROGRAMS = {
     **{"grpo": "ppo", "rloo": "ppo", "sft": "sft", "reward": "reward-model"},
-    **{"dpo": "dpo", "kto": "dpo", "cpo": "dpo"},
+    **{"dpo": "dpo", "kto": "dpo", "cpo": "dpo", "orpo": "dpo"},
 }
 """TRL's command, or the name of its example script -> our command."""
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -90,8 +90,6 @@ EXAMPLES = {
 MMIU = "FanqingM/MMIU-Benchmark"
 """The data set that `sft_vlm_gemma3` downloads and converts in its code."""
 HINTS = {
-    "orpo": " `verl-like dpo loss=orpo` differs: its NLL is a mean per pair, over the response; in "
-    "TRL, it is a mean over all tokens of a pass, and the prompt is in it.",
     "grpo_agent": " It has tools and rewards in its code: set environment.tools=[FILE.py:FUNCTION] "
     "and `reward.list` in the translation of `trl grpo`.",
     **dict.fromkeys(

@@ -85,9 +85,12 @@ def test_without_the_framework_only_the_translation_is_printed(
     assert capsys.readouterr().out.startswith("verl-like ppo")
 
 
-def test_a_system_without_functions_has_no_proof() -> None:
-    text = prove("openrlhf", Translation())
-    assert text == "Proof: openrlhf has no functions that can be called by themselves"
+def test_a_loss_that_is_no_function_has_no_proof() -> None:
+    words = "has no function of this loss that can be called by itself"
+    assert prove("openrlhf", Translation()) == f"Proof: openrlhf {words}"
+    data = "--model_name_or_path m --dataset_name a/b"
+    for line in (f"trl rloo {data} --reward_funcs r", f"cpo.py {data}", f"orpo.py {data}"):
+        assert proof("trl", line) == f"Proof: trl {words}"
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ REJECTED = {
     ("trl", "python"): {
         "examples/scripts/tpo.py --model_name_or_path m": "tpo.py has no counterpart.*Triples",
         "examples/scripts/rloo.py": "names no model: it has its settings in its code.*`trl rloo`",
-        "prepare.py --sft 1": r"no command of grpo, rloo, sft, reward, dpo, kto, cpo; .* 1\.$",
+        "prepare.py --sft 1": r"no command of grpo, rloo, sft, reward, .*, orpo; .* 1\.$",
     },
     ("verl", VERL): {
         "data.unheard_of=1": "data.unheard_of=1: no such key is known here; remove it"

@@ -197,8 +197,6 @@ def test_differences_by_definition_are_noted() -> None:
     assert composed(done).sft_coef == 2.0
     assert any("over those of each pass" in line for line in done.absent)
     assert any("divided by 0.5" in line for line in done.absent)
-    with pytest.raises(ConfigError, match="orpo.py has no counterpart.*the prompt is in it"):
-        translated_whole("trl", "python examples/scripts/orpo.py --dataset_name a/b")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +275,14 @@ def test_cpo_is_dpo_without_reference_plus_sft() -> None:
     assert (config.loss, config.reference_free, config.beta) == ("dpo", True, 0.1)
     assert (config.sft_coef, config.sft_agg_mode) == (0.5, "token-mean")
     assert config.optim.optimizer == "torch.optim.RMSprop"
+
+
+def test_orpo_says_how_its_sft_loss_differs() -> None:
+    command = "python examples/scripts/orpo.py --model_name_or_path m --dataset_name a/b --beta 0.2"
+    done = translated_whole("trl", f"{command} --no_remove_unused_columns")
+    config = composed(done)
+    assert (config.loss, config.orpo_lambda, config.optim.lr) == ("orpo", 0.2, 1e-6)
+    assert any("the prompt is in it" in line for line in done.absent)
 
 
 def test_four_bits_need_adapters() -> None:
