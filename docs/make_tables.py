@@ -111,8 +111,6 @@ def key_sections() -> dict[str, str]:
         if key.rules.options is not None and key.rules.options not in own_sections:
             takers.setdefault(key.rules.options, []).append(key.name)
     for options, names in takers.items():
-        if names[0] in ON_ANOTHER_PAGE:
-            continue
         rows = _rows_of_keys(options, leaf_keys(options))
         first, *others = names
         same = [f"The same keys are in {_code(others)}."] if others else []
@@ -147,10 +145,6 @@ def key_table(page: str) -> str:
     return "\n".join(lines)
 
 
-ON_ANOTHER_PAGE = {"faults": "faults.md"}
-"""Keys whose page has a table of what is below them."""
-
-
 def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> str:
     """One line per key: name, default, allowed values and meaning."""
     docs, default = field_docs(schema), schema()
@@ -160,8 +154,6 @@ def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> st
         resume = "↻" if key.rules.may_change_on_resume else ""
         value = _values(key, read(default, key.name), docs[key.name])
         doc = _cell(docs[key.name])
-        if key.name in ON_ANOTHER_PAGE:
-            doc = f"{doc.rstrip('.')} ([keys]({ON_ANOTHER_PAGE[key.name]}))."
         if isinstance(numbers := read(default, key.name), dict) and numbers:
             value = ""
             for each, number in numbers.items():

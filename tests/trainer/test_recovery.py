@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import calls, lines, numbers, overrides
+from tests.trainer.disturbances import LOSSY
 from tests.trainer.killing import SHORT, Kills, differing, killed
 from trainer import load_config, run
 from trainer.ppo.config import PPOConfig
@@ -95,7 +96,7 @@ def test_a_step_repeats_after_its_weights_are_rejected_twice(
         return transfer(actor, rollout, version, *rest)
 
     monkeypatch.setattr(sync, "_transfer", without_a_bucket)
-    repeated = killed(tiny_dir, tmp_path, CHILD, {}, *POOLS, *SAVED, "trainer.backend=local")
+    repeated = killed(tiny_dir, tmp_path, CHILD, {}, *POOLS, *SAVED, LOSSY, "trainer.backend=local")
     assert not versions
     lost, state = lines(tmp_path, "restarts.jsonl")
     assert "version 3 was not applied: rollout rank 0" in lost["lost"]

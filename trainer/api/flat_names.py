@@ -23,7 +23,6 @@ class RunKeys(TypedDict, total=False):
     parallel: Section
     ray: Section
     timeouts: Section
-    faults: Section
     resource_pool_spec: Mapping[str, Sequence[int]]
     role_mapping: Mapping[str, str]
     role_workers: Mapping[str, str]

@@ -257,12 +257,3 @@ def check_run(config: RunConfig) -> None:
                 raise ConfigError(
                     f"pool_resources.{pool}.resources.{name}={amount:g}: set an amount above 0."
                 )
-    chance = config.injected_faults.kill_worker  # without worker processes the driver would die
-    sizes_of_pools = {name: sum(of_nodes) for name, of_nodes in pools.items()}
-    if chance > 0 and all(config.is_inline(name, size) for name, size in sizes_of_pools.items()):
-        words = ", ".join(f"resource_pool_spec.{name}=[1]" for name in pools)
-        raise ConfigError(
-            f"faults.kill_worker={chance:g}: no worker of this run has its own process "
-            f"(trainer.backend=local, {words}). Use trainer.backend=ray, or a pool of two "
-            "processes."
-        )

@@ -187,37 +187,6 @@ class PoolResources(Section):
     """Ray's custom resources per process."""
 
 
-HAS_FAULTS = ReadWhen(
-    "a chance in `faults` is above 0",
-    lambda faults, _: faults.has_faults,
-    "all chances in faults are 0, so there are no faults",
-)
-DELAYS = ReadWhen(
-    "a delay in `faults` has a chance above 0",
-    lambda section, _: section.delay_call > 0 or getattr(section, "delay_environment", 0) > 0,
-    "no delay in faults has a chance above 0",
-)
-
-
-@dataclass(kw_only=True)
-class FaultsConfig(Section):
-    """Probabilities of injected faults, and the length of a delay."""
-
-    kill_worker: float = config_field(0.0, at_least=0, at_most=1)
-    """Probability per step of killing a random worker."""
-    delay_call: float = config_field(0.0, at_least=0, at_most=1)
-    """Probability per step of delaying a random role's calls."""
-    delay_s: float = config_field(1.0, above=0, read_when=DELAYS)
-    """Length of an injected delay, in seconds."""
-    seed: int = config_field(1, allows="a number", read_when=HAS_FAULTS)
-    """Seed that decides when and where faults strike."""
-
-    @property
-    def has_faults(self) -> bool:
-        """True if any fault is configured."""
-        return max(self.kill_worker, self.delay_call) > 0
-
-
 @dataclass(kw_only=True)
 class RunConfig(Section):
     """The sections and keys of every recipe; `verl-like ppo --cfg all` explains them."""
@@ -264,16 +233,6 @@ class RunConfig(Section):
         may_change_on_resume=True,
     )
     """Device, CPUs and GPUs of each process of a pool, if they differ from the defaults."""
-
-    faults: dict[str, Any] = config_field(
-        factory=dict, options=FaultsConfig, may_change_on_resume=True
-    )
-    """Faults to inject, as a test of recovery."""
-
-    @property
-    def injected_faults(self) -> FaultsConfig:
-        """The injected faults, with defaults."""
-        return FaultsConfig(**self.faults)
 
     @property
     def child_pools(self) -> frozenset[str]:

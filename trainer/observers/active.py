@@ -16,28 +16,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.observers.alarms import Alarms
-from trainer.observers.fault_injection import FaultInjection
 
 
 def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
     """Return the observers of a run, in the order in which they are called."""
     observers: list[Any] = [Alarms(trainer_cls.alarm_rules)]
     if not trainer_cls.learns_from_samples:
-        return [*observers, FaultInjection(config)]
+        return observers
 
     from trainer.observers.sample_log import SampleWatch
     from trainer.observers.saved_batches import DrawCheck, SavedBatches, WrittenSamples
 
-    samples = SampleWatch()
-    has_generators = getattr(config, "generates_while_training", False)  # these print their own log
-    return [
-        SavedBatches(config),
-        samples,
-        DrawCheck(),
-        WrittenSamples(),
-        *observers,
-        FaultInjection(config, None if has_generators else samples),
-    ]
+    return [SavedBatches(config), SampleWatch(), DrawCheck(), WrittenSamples(), *observers]
 
 
 def end_of_run(observers: Sequence[Any]) -> None:

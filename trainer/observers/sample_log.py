@@ -8,8 +8,7 @@ the batch that critic and actor train on. Between the two, every filter reports 
 samples (`on_filter`). If the counts differ, the run ends with a `SampleLogError`, unless user code
 may have changed the batch.
 
-This log also provides the token metrics of a step, the summary of an asynchronous run, and the
-account of a run with injected faults.
+This log also provides the token metrics of a step and the summary of an asynchronous run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
 EMPTY = "no token"
 USER_CODE = "by code of the run's own"
 REGENERATED = "repeated after a resume"
-STEP_AGAIN, STEP_NOT_FINISHED = "step repeated", "step unfinished"
+STEP_AGAIN = "step repeated"
 HOUSE = {"trainer", "abc", "typing", "builtins"}
 """Packages of classes that are not user code."""
 NAMED = 8
@@ -212,21 +211,6 @@ class SampleLog:
             }
             for number, account in sorted(self.accounts.items())
         }
-
-    def totals(self) -> dict[str, Any]:
-        """Return how many samples were made, trained on and dropped; {} if none were made."""
-        accounts = self.accounts.values()
-        num_made = sum(account.generated for account in accounts)
-        if not num_made:
-            return {}
-        dropped = sum((account.dropped for account in accounts), Counter[str]())
-        trained = sum(account.trained for account in accounts)
-        if num_made != trained + dropped.total() + len(self._open):
-            raise SampleLogError(
-                f"the samples do not add up: {num_made} were made, {trained} trained on, "
-                f"{dict(dropped)} dropped, {len(self._open)} are open."
-            )
-        return {"made": num_made, "trained": trained, "dropped": dict(dropped)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole log, ready for JSON."""

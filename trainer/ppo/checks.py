@@ -317,17 +317,7 @@ def _reject_losses(config: PPOConfig) -> None:
 def _reject_weights(config: PPOConfig) -> None:
     """Reject settings of weight sync, quantization and reference that contradict each other."""
     policy = config.actor_rollout_ref
-    # only weights sent between processes can lose a bucket
     pools = expand_roles(config.role_mapping)
-    receivers = {pool for role, pool in pools.items() if role.startswith("rollout")}
-    chance = config.injected_faults.drop_weight_bucket
-    if chance and receivers <= {pools.get("actor")}:
-        raise ConfigError(
-            f"faults.drop_weight_bucket={chance:g}: in this run the actor sends no weights to "
-            "another pool. It does if a rollout has a pool of its own: placement=standalone, or "
-            "`verl-like async`."
-        )
-
     # a reference that follows the actor has no weights of its own, and is not int8
     every, lora_rank = policy.ref.update_every, policy.model.lora_rank
     if every is not None and policy.ref.model.path is not None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.schema import NAME_A_FOLDER, FaultsConfig, RunConfig
+from trainer.config.schema import NAME_A_FOLDER, RunConfig
 from trainer.data.config import DataConfig, ValidatingTrainerConfig
 from verl_like.config_key import ReadWhen, Section, config_field, entry_takes, when
 from workers.config import KL_ESTIMATORS, RolloutCorrectionConfig, WorkersConfig
 from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
-from workers.config.environment import HAS_ENVIRONMENT
 
 NO_STEPS_OR_CRITIC = ReadWhen(
     HAS_CRITIC.says,
@@ -168,24 +167,6 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
 
 
 @dataclass(kw_only=True)
-class PPOFaultsConfig(FaultsConfig):
-    """Fault probabilities, per step or per reply."""
-
-    drop_weight_bucket: float = config_field(0.0, at_least=0, at_most=1)
-    """Probability per step that the weight sync loses a bucket."""
-    kill_environment: float = config_field(0.0, at_least=0, at_most=1, read_when=HAS_ENVIRONMENT)
-    """Probability per reply of killing the environment."""
-    delay_environment: float = config_field(0.0, at_least=0, at_most=1, read_when=HAS_ENVIRONMENT)
-    """Probability per reply of a delay of `delay_s`."""
-
-    @property
-    def has_faults(self) -> bool:
-        """True if any fault is configured to be injected."""
-        chances = self.drop_weight_bucket, self.kill_environment, self.delay_environment
-        return max(chances) > 0 or super().has_faults
-
-
-@dataclass(kw_only=True)
 class PPOConfig(RunConfig, WorkersConfig):
     """The configuration of a PPO run; `verl-like ppo --cfg all` explains its keys."""
 
@@ -195,15 +176,6 @@ class PPOConfig(RunConfig, WorkersConfig):
     """How rewards become advantages, and the KL in the reward."""
     trainer: PPOTrainerConfig = config_field(factory=PPOTrainerConfig)
     """Length, devices, checkpoints and logging of the run."""
-    faults: dict[str, Any] = config_field(
-        factory=dict, options=PPOFaultsConfig, may_change_on_resume=True
-    )
-    """Faults to inject, as a test of recovery."""
-
-    @property
-    def injected_faults(self) -> PPOFaultsConfig:
-        """The injected faults, with defaults."""
-        return PPOFaultsConfig(**self.faults)
 
     @property
     def steps_per_version(self) -> int:

@@ -80,7 +80,6 @@ OF_EVERY_RUN: dict[str, Any] = {
     "trainer.resume_from_path": None,
     "cpus_per_process": None,
     "pool_resources": {},
-    "faults": {},
 }
 OF_SAMPLING: dict[str, Any] = {
     "data.total_prompts": None,

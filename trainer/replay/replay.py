@@ -157,7 +157,6 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
         "trainer.logger": [],
         "trainer.stop_at": {},
         "trainer.max_restarts": 0,
-        "faults": {},
     }
     if isinstance(config, PPOConfig):
         changes["trainer.batch_steps_to_keep"] = 1

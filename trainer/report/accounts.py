@@ -112,35 +112,7 @@ def describe_log(log: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"  tokens: {describe_tokens(**log['tokens'])}"])
 
 
-FAULTS_FILE, RESTARTS_FILE = "faults.jsonl", "restarts.jsonl"
-LEDGER = "ledger"
-"""The kind of the last line of `faults.jsonl`, which is not a fault."""
-OUTCOMES = ("completed", "repeated", "unfinished")
-"""The possible outcomes of a step that has started."""
-
-
-def describe_faults(folder: Path) -> list[str]:
-    """Describe faults by kind, steps and samples in one line; none without `faults.jsonl`."""
-    if not (folder / FAULTS_FILE).is_file():
-        return []
-    lines, _ = json_objects(folder / FAULTS_FILE)
-    kinds = Counter[str]()
-    for line in lines:
-        if line["kind"] != LEDGER:
-            kinds[line["kind"]] += line.get("count", 1)
-    faults = ", ".join(f"{count} x {kind}" for kind, count in kinds.items()) or "none"
-    parts = [f"injected faults: {faults}"]
-    for ledger in [line for line in lines if line["kind"] == LEDGER][-1:]:
-        outcomes = " + ".join(f"{ledger[name]} {name}" for name in OUTCOMES)
-        parts.append(f"steps: {ledger['started']} started = {outcomes}")
-        if samples := ledger.get("samples"):
-            dropped = samples["dropped"]
-            reasons = "".join(f" ({reason}: {count})" for reason, count in dropped.items())
-            parts.append(
-                f"samples: {samples['made']} generated = {samples['trained']} trained + "
-                f"{sum(dropped.values())} dropped{reasons}"
-            )
-    return ["; ".join(parts)]
+RESTARTS_FILE = "restarts.jsonl"
 
 
 def describe_restarts(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
-from trainer.report.accounts import describe_faults, describe_restarts
+from trainer.report.accounts import describe_restarts
 from trainer.report.read import RunData, metric_names, phase_shares
 from trainer.report.trajectories import SECONDS
 
@@ -36,7 +36,7 @@ def summary(data: RunData) -> list[str]:
     if not phase_shares(data.metrics, data.stages):
         return []
     best = list(_best_validations(data))
-    disturbances = [*describe_faults(data.folder), *describe_restarts(data.folder)]
+    disturbances = describe_restarts(data.folder)
     lines = [_time(data), *_first_to_last(data), *_trajectories(data), *best, *disturbances]
     return [*lines, *advice_at_end(data)]
 

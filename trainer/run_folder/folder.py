@@ -10,7 +10,6 @@
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
   trackio_run.txt    the trackio run, if there is one       (trainer.run_folder.tracking)
   timeline.json      the calls of every worker              (trainer.run_folder.timeline)
-  faults.jsonl       injected faults, if there are any      (trainer.observers.fault_injection)
   restarts.jsonl     lost and replaced workers, if any      (trainer.restarts)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)

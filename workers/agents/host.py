@@ -234,22 +234,12 @@ class EnvironmentHost:
         self._selector.register(process.socket, selectors.EVENT_READ, number)
         self._send(number, {"name": name_of(self.kinds, row), "seeds": seeds, "row": row})
 
-    def say(
-        self, number: int, text: str, player: str = "", delay_s: float = 0.0, **details: Any
-    ) -> None:
+    def say(self, number: int, text: str, player: str = "", **details: Any) -> None:
         """Send the text of the policy (or of this player) to an environment.
 
-        `details` are for agents. With `delay_s`, the environment waits this many seconds before it
-        answers (fault injection).
+        `details` are for agents.
         """
-        self._send(number, {"text": text, "player": player, "delay_s": delay_s, **details})
-
-    def kill(self, number: int) -> None:
-        """Kill an environment's process, whose next answer is then a failure (fault injection)."""
-        process = self._open[number]
-        process.until, process.is_busy = time.monotonic() + process.step_timeout_s, True
-        with suppress(OSError):
-            self._orders.send(ORDER.pack(KILL, process.number))
+        self._send(number, {"text": text, "player": player, **details})
 
     def answers(self, seconds: float) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the answers that arrive within `seconds`, by number of the trajectory.

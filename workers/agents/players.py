@@ -16,7 +16,6 @@ from verl_like.errors import RolloutError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer
-from workers.agents.faults import NO_FAULTS, Faults
 from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, name_of
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
@@ -70,11 +69,9 @@ class Players:
     Call `submit`, then `take` until no trajectory is running.
     """
 
-    def __init__(
-        self, config: EnvironmentConfig, tokenizer: Any, faults: Faults = NO_FAULTS
-    ) -> None:
-        """Start nothing yet. Faults are injected only in training, not in validation."""
-        self._config, self._tokenizer, self._faults = config, tokenizer, faults
+    def __init__(self, config: EnvironmentConfig, tokenizer: Any) -> None:
+        """Start nothing yet."""
+        self._config, self._tokenizer = config, tokenizer
         self._loop: TurnLoop | None = None
 
     @cached_property
@@ -101,8 +98,7 @@ class Players:
             host = RecordedHost(kinds) if is_recorded else self._host
             self._kinds = host.kinds
             self._loop = TurnLoop(engine, host, chat, self._config)
-        faults = NO_FAULTS if data.meta_info.get("validate") else self._faults
-        starts = _starts(data, seed_of, faults, self._kinds)
+        starts = _starts(data, seed_of, self._kinds)
         image_tokens = engine.image_reader.stop_ids if IMAGES in data.non_tensor_batch else ()
         return self._loop.submit(starts, sampling, MOST_OPEN, image_tokens)
 
@@ -118,9 +114,7 @@ class Players:
             self._loop.abort()
 
 
-def _starts(
-    data: DataProto, seed_of: SeedOf, faults: Faults, kinds: Mapping[str, Kind]
-) -> list[TrajectoryStart]:
+def _starts(data: DataProto, seed_of: SeedOf, kinds: Mapping[str, Kind]) -> list[TrajectoryStart]:
     columns = data.non_tensor_batch
     indices = data.padded("sample_index").tolist()
     starts: list[TrajectoryStart] = []
@@ -148,7 +142,7 @@ def _starts(
             row = dict(starts[-place].row)
         seeds = seed_of(prompt_uid, OF_ALL), seed_of(prompt_uid, index)
         tools = None if kind == "" else kinds[kind].tools
-        start = TrajectoryStart(row["prompt"], row, seeds, key, name, faults, tools=tools)
+        start = TrajectoryStart(row["prompt"], row, seeds, key, name, tools=tools)
         start = replace(start, environment_key=(prompt_uid, index), player=player * bool(players))
         starts.append(start)
     return starts
@@ -184,7 +178,6 @@ def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> Data
             "num_segments": len(trajectory.sample.segments) + 1,
             "attempts": trajectory.attempts,
             "given_up_tokens": dict(trajectory.given_up),
-            "faults": dict(trajectory.faults),
             "engine_s": sum(times.engine for times in trajectory.times),
             "environment_s": sum(times.environment for times in trajectory.times),
             "waiting_s": sum(times.waiting for times in trajectory.times),

@@ -156,8 +156,6 @@ def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[
         order = message.pop("order")
         begins()
         began = time.perf_counter()
-        if delay_s := message.pop("delay_s", 0.0):
-            time.sleep(delay_s)
         try:
             if episode is None or "seeds" in message:
                 episode = begin(loaded[message["name"]], tuple(message["seeds"]))
@@ -200,7 +198,7 @@ def _warm_up() -> None:
         with ours, theirs:
             ours.sendall(
                 b'{"order": 1, "name": "", "seeds": [0, 1], "row": {}}\n'
-                b'{"order": 2, "text": "", "player": "", "delay_s": 0.0}\n'
+                b'{"order": 2, "text": "", "player": ""}\n'
             )
             ours.shutdown(socket.SHUT_WR)
             _answer_all(theirs.fileno(), {"": Loaded(_Nothing, {}, [])}, lambda: None)

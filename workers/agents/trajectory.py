@@ -23,7 +23,6 @@ import torch
 from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation, with_refs
-from workers.agents.faults import DELAY, KILL, KINDS, NO_FAULTS, Faults
 from workers.agents.host import BROKEN, COLUMN, EnvironmentHost, RecordedHost
 from workers.agents.requests import RejectedRequest, overridden, stop_strings
 from workers.chats import images_of
@@ -67,8 +66,6 @@ class TrajectoryStart:
     key: int
     """The sample's seed (`workers.rollout.sample.sample_seed`)."""
     name: str
-    faults: Faults = NO_FAULTS
-    """The faults that are injected into its environment."""
     environment_key: Any = None
     """Equal for the players of one environment, whose starts must be consecutive."""
     player: str = ""
@@ -158,8 +155,6 @@ class Trajectory:
     num_call_errors: int = 0
     given_up: Counter[str] = field(default_factory=Counter)
     """By reason: the number of sampled tokens of earlier attempts."""
-    faults: Counter[str] = field(default_factory=Counter)
-    """By kind: the number of injected faults."""
     answers: list[Mapping[str, Any]] = field(default_factory=list)
     """The environment's answers in order; the first is that of `reset`."""
     times: list[Times] = field(default_factory=lambda: [Times()])
@@ -183,7 +178,6 @@ class Trajectory:
             attempts=self.attempts + 1,
             was_late=self.was_late,
             given_up=+(self.given_up + tokens),
-            faults=self.faults,
         )
 
     def open(self) -> None:
@@ -464,17 +458,9 @@ class Trajectory:
         return {name: value for name, value in settings.items() if name not in names}
 
     def _tell(self, sampled_ids: list[int]) -> None:
-        """Send a turn to the environment; in the first attempt, inject faults."""
-        self.state, delay_s = TrajectoryState.ENVIRONMENT, 0.0
+        """Send a turn to the environment."""
+        self.state = TrajectoryState.ENVIRONMENT
         self.times[-1].asked = time.time()
-        if self.attempts == 1:
-            faults, key = self.start.faults, self.start.key
-            struck = [kind for kind in KINDS if faults.strike(kind, key, self.num_turns)]
-            self.faults.update(struck)
-            if KILL in struck:
-                self.setting.host.kill(self.environment_id)
-                return
-            delay_s = faults.delay_s if DELAY in struck else 0.0
         is_stopped = sampled_ids[-1] in self.setting.sampling.stop_token_ids
         ids = sampled_ids[:-1] if is_stopped else sampled_ids
         details: dict[str, Any] = {}
@@ -485,7 +471,7 @@ class Trajectory:
             details = self._details(self.request, len(sampled_ids))
         details |= renderer.thoughts.details
         text, player = renderer.text_of(ids), self.start.player
-        self.setting.host.say(self.environment_id, text, player, delay_s, **details)
+        self.setting.host.say(self.environment_id, text, player, **details)
 
     def _details(self, request: Mapping[str, Any], num_sampled: int) -> dict[str, Any]:
         """Return the details that an agent's response needs in addition to the text."""

@@ -35,7 +35,6 @@ from verl_like.calls.dispatch import (
 )
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
-from workers.agents.faults import Faults
 from workers.agents.players import Players, trajectory_columns
 from workers.agents.trajectory import Trajectory
 from workers.columns import IMAGES, NAMED, batch_columns, require
@@ -97,8 +96,7 @@ class RolloutWorker(WeightReceiver, Worker):
         if has_environment(config):
             tokenizer = tokenizer_of(self.policy.model.path)
             set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-            faults = Faults.of(getattr(config, "injected_faults", None))
-            self.players = Players(config.environment, tokenizer, faults)
+            self.players = Players(config.environment, tokenizer)
         self._requests: dict[int, int] = {}
         """By a sample's number in the engine: the `request` that `submit` received with its row."""
 

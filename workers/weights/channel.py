@@ -349,13 +349,6 @@ class Channel:
         return work
 
 
-class LossyChannel(Channel):
-    """A channel that loses the first bucket (fault injection)."""
-
-    def _start_bucket(self, number: int, bucket: Bucket) -> list[dist.Work]:
-        return super()._start_bucket(number, bucket) if number else []
-
-
 def allocate_buffer(num_bytes: int, device: torch.device = HOST, locked: bool = False) -> Tensor:
     """Allocate memory that goes back to the system when freed, since every sync allocates its own.
 

@@ -26,7 +26,6 @@ from workers.weights.channel import (
     HOST,
     Bucket,
     Channel,
-    LossyChannel,
     Manifest,
     SyncReport,
     allocate_buffer,
@@ -73,8 +72,6 @@ class WeightSender:
     sent_dtype: torch.dtype | None = None
     sends_changed = False
     sends_adapter = False
-    _drops_next = False
-    _dropped_version: int | None = None
 
     @cached_property
     def connections(self) -> Connections:
@@ -106,11 +103,6 @@ class WeightSender:
     def give_up_sync(self, address: str, num_receivers: int) -> None:
         """Release all ranks that wait at this address, because one side of the sync has failed."""
         self.connections.give_up(address, num_receivers)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def drop_next_bucket(self) -> None:
-        """Omit the first bucket of the next sync from this rank (fault injection)."""
-        self._drops_next = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(
@@ -185,7 +177,7 @@ class WeightSender:
 
         try:
             with torch.cuda.stream(self.delivery_stream):
-                return self._send_through(address, num_receivers, device, send, snapshot.version)
+                return self._send_through(address, num_receivers, device, send)
         finally:
             self.snapshots.release(address)
 
@@ -217,26 +209,16 @@ class WeightSender:
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
         return {"adapters": adapter_layout(self.engine.whole_module), "dtype": dtype}
 
-    def _is_to_drop(self, version: int | None = None) -> bool:
-        """Return True once after each `drop_next_bucket`, at most once per published version."""
-        if not self._drops_next or (version is not None and version == self._dropped_version):
-            return False
-        self._drops_next, self._dropped_version = False, version
-        return True
-
     def _send_through(
         self,
         address: str,
         num_receivers: int,
         device: torch.device,
         send: Callable[[Channel], None],
-        version: int | None = None,
     ) -> SyncReport:
-        """Connect to the receivers, `send` to them and vote; `version` is a published one."""
+        """Connect to the receivers, `send` to them and vote."""
         try:
             with self.connections.sending(address, num_receivers, device) as channel:
-                if self._is_to_drop(version):
-                    channel = LossyChannel(channel.connection, channel.store, 0, device)
                 send(channel)
                 agreed = channel.all_agree(True)
                 if not agreed:

@@ -12,6 +12,7 @@ from tests.trainer.async_training.test_lost_processes import of_training
 from tests.trainer.async_training.test_run import ledger_of
 from tests.trainer.async_training.test_topologies import curves
 from tests.trainer.async_training.uids import uids_in_order, uids_of
+from tests.trainer.disturbances import LOSSY, Disturb
 from tests.trainer.process_backends import BACKENDS
 from tests.waiting import wait_until_ended
 from trainer import load_config, restarts, run
@@ -53,11 +54,12 @@ def test_processes_on_ray_that_shard_a_model_have_the_numbers_of_ppo(
 
 STEPS, SAMPLES = 10, 8
 SHARED = (*FEW_ROWS, *POLICY_ALONE, f"trainer.total_training_steps={STEPS}")
-FAULTS = (
-    "faults.kill_worker=0.15",
-    "faults.drop_weight_bucket=0.2",
-    "faults.delay_call=0.2",
-    "faults.delay_s=0.05",
+DISTURBANCES = {
+    **{2: ("kill", "rollout"), 3: ("lose", "actor"), 5: ("delay", "rollout")},
+    **{6: ("kill", "actor"), 8: ("lose", "actor"), 9: ("delay", "actor")},
+}
+SETTINGS = (
+    LOSSY,
     "trainer.save_freq=4",
     "trainer.max_restarts=20",
     "async_training.on_generator_failure=restart",
@@ -76,31 +78,25 @@ class Pids:
 
 
 @pytest.mark.parametrize(
-    ("topology", "staleness", "seed"),
-    [("1m1t", 0, 198), pytest.param("2m2t", 1, 565, marks=pytest.mark.slow)],
+    ("topology", "staleness"),
+    [("1m1t", 0), pytest.param("2m2t", 1, marks=pytest.mark.slow)],
 )
 def test_the_ledger_balances_and_no_process_is_left(
     tiny_dir: Path,
     tmp_path: Path,
     topology: str,
     staleness: int,
-    seed: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
     shape = f"async_training.topology={topology}", f"async_training.max_staleness={staleness}"
-    settings = (*SHARED, *FAULTS, *shape, *BACKENDS["ray"], f"faults.seed={seed}")
-    pids = Pids()
-    run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[pids])
+    settings = (*SHARED, *SETTINGS, *shape, *BACKENDS["ray"])
+    pids, disturb = Pids(), Disturb(DISTURBANCES)
+    run(load_config(overrides(tiny_dir, tmp_path, *settings), ASYNC), callbacks=[pids, disturb])
 
-    *faults, steps = lines(tmp_path, "faults.jsonl")
     ledger = ledger_of(tmp_path)
-    killed = {fault["role"] for fault in faults if fault["kind"] == "kill_worker"}
-    assert killed >= {"actor", "rollout"}
-    kinds = {fault["kind"] for fault in faults}
-    assert kinds == {"kill_worker", "drop_weight_bucket", "delay_call"}
-    assert steps["completed"] == STEPS
-    assert steps["started"] == STEPS + steps["repeated"]
+    assert not disturb.left
+    assert [line["step"] for line in lines(tmp_path)] == list(range(1, STEPS + 1))
     assert sum(ledger["trainers"].values()) == STEPS * SAMPLES
     for generator in ledger["generators"].values():
         assert generator["made"] == generator["trained"] + sum(generator["dropped"].values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,6 +78,14 @@ def test_an_update_with_a_wrong_number_of_tokens_is_an_error() -> None:
         filled().train({("b", 0): 8, ("b", 1): 11})
 
 
+def totals(log: SampleLog) -> dict[str, Any]:
+    """Return how many samples of all accounts were made, trained on and dropped."""
+    accounts = log.accounts.values()
+    dropped = sum((account.dropped for account in accounts), Counter[str]())
+    made, trained = (sum(getattr(a, name) for a in accounts) for name in ("generated", "trained"))
+    return {"made": made, "trained": trained, "dropped": dict(dropped)}
+
+
 def test_a_filter_that_adds_tokens_is_an_error() -> None:
     with pytest.raises(SampleLogError, match="b/0 has 9 tokens after skip, and had 8 before"):
         filled().leave("skip", {("b", 0): 9}, [("b", 0)])
@@ -87,8 +96,6 @@ def test_a_wrong_count_of_samples_is_an_error() -> None:
     log.accounts[0].generated += 1
     with pytest.raises(SampleLogError, match="generator or step 0 do not add up"):
         log.check()
-    with pytest.raises(SampleLogError, match="9 were made, 2 trained on"):
-        log.totals()
 
 
 def test_a_wrong_count_of_tokens_is_an_error() -> None:
@@ -118,7 +125,8 @@ def test_repeated_steps_drop_their_earlier_samples() -> None:
     log.drop_after(1, STEP_AGAIN)
     log.begin(2, pairs("2"))
     log.train(dict.fromkeys(pairs("2"), 0))
-    assert log.totals() == {"made": 8, "trained": 4, "dropped": {STEP_AGAIN: 4}}
+    log.check()
+    assert totals(log) == {"made": 8, "trained": 4, "dropped": {STEP_AGAIN: 4}}
 
 
 # ------------------------------------------------------------------ the watch of a step
@@ -169,7 +177,7 @@ def watched(batch: DataProto, config: PPOConfig, to_update: DataProto | None = N
     watch.on_step_end(trainer, metrics)
     names = "training/num_excluded_tokens/"
     left_out = {n.removeprefix(names): v for n, v in metrics.items() if n.startswith(names)}
-    return left_out, watch.log.totals()
+    return left_out, totals(watch.log)
 
 
 def test_excluded_samples_and_tokens_are_counted_by_reason(batch: DataProto) -> None:

@@ -75,22 +75,19 @@ def test_a_hanging_environment_is_punished(tiny_dir: Path, tmp_path: Path) -> No
 
 def test_killed_environments_give_no_reward(tiny_dir: Path, tmp_path: Path) -> None:
     kills = (
-        "faults.kill_environment=0.3",
+        f"environment.kwargs.folder={tmp_path}",
         "environment.retries=0",
         "environment.max_failed_fraction=1",
     )
-    play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *kills, f"environment={GAMES}:Count")
-    fault, ledger = lines(tmp_path / "run", "faults.jsonl")
+    play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *kills, f"environment={GAMES}:Faulty")
+    num_killed = (tmp_path / "killed").stat().st_size
     (line,) = lines(tmp_path / "run")
-    assert 0 < line["reward/num_failed"] == line["reward/num_skipped"] == fault["count"] < 8
+    assert 0 < line["reward/num_failed"] == line["reward/num_skipped"] == num_killed < 8
     for row in rows(tmp_path / "run"):
         assert row["skipped"] or row["score"] == 4.0
     trained, left_out = tokens_of([line])
     assert left_out.keys() == {"on_failure=skip"}
     assert line["training/num_sampled_tokens"] == trained + left_out.total()
-    samples = ledger["samples"]
-    assert samples["dropped"] == {"on_failure=skip": fault["count"]}
-    assert samples["made"] == 8 == samples["trained"] + fault["count"]
 
 
 def test_too_many_failures_end_the_run(tiny_dir: Path, tmp_path: Path) -> None:

@@ -96,6 +96,30 @@ class Sometimes(Count):
         return super().step(text)
 
 
+class Faulty(Count):
+    """In the first attempt of a row's sample, some steps end its process, and others are late."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def reset(self, row, rng):
+        self.draws = random.Random(repr(self.rng.bit_generator.state))
+        place = os.path.join(self.folder, str(self.draws.getrandbits(64)))
+        self.is_first = not os.path.exists(place)
+        open(place, "a").close()
+        return super().reset(row, rng)
+
+    def step(self, text):
+        draw = self.draws.random() if self.is_first else 1.0
+        if draw < 0.3:
+            with open(os.path.join(self.folder, "killed"), "a") as file:
+                file.write("x")
+            os._exit(1)
+        time.sleep(0.05 * (draw < 0.6))
+        return super().step(text)
+
+
 class HangsOnce(Count):
     """The first attempt of row 0 hangs; the other rows take their time."""
 

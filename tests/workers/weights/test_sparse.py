@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.workers.stand_ins import CPU, Group, PlainEngine, Receiver, checksums, keeping
+from tests.workers.weights.lossy import LossySender
 from tests.workers.weights.test_host_copy import Bring, both_ways, num_bytes
 from workers.weights.checksum import checksum_of
 from workers.weights.host_copy import apply_changes, encode_changes
-from workers.weights.sender import WeightSender
 from workers.weights.sync import sync_weights
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
@@ -28,7 +28,7 @@ class BlockWeights(nn.Module):
             self.register_parameter(name, nn.Parameter(weight.to(dtype)))
 
 
-class AdamTrainer(WeightSender):
+class AdamTrainer(LossySender):
     """Trains float32 weights and sends bfloat16."""
 
     role = "actor"
