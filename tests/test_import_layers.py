@@ -68,7 +68,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("launch",),
         ("rollouts", "rows"),
         ("ppo", "preference", "reward_model", "sft"),
-        ("best_of_n", "compare"),
+        ("compare",),
         ("async_training",),
         ("planner",),
         ("check_loss", "evaluation", "rehearsal", "replay", "serve"),

@@ -19,6 +19,7 @@ COVERED = {
     "serve": "tests/trainer/serve/test_sdk.py",
     "shapes": "tests/examples/test_shapes.py",
     "custom_role": "tests/workers/roles/test_custom_role.py",
+    "best_of_n": "tests/examples/test_best_of_n.py",
 }
 
 

@@ -16,7 +16,6 @@ import torch
 from tests.integration.runs import overrides
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
-from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
 from trainer.data import files
 from trainer.evaluation.recipe import EVAL
@@ -34,10 +33,9 @@ SMALL = ("data.max_prompt_length=16", "data.max_response_length=8", "data.train_
 ON_ROWS = {"sft": SFT, "reward-model": REWARD_MODEL, "dpo": DPO}
 WRITING = {
     **dict.fromkeys(ON_ROWS, ("data.val_files={tmp}/rows.jsonl", "trainer.test_freq=1")),
-    "best-of-n": ("selection.file={tmp}/new/rows.jsonl",),
 }
 """Recipe -> settings of a run that would write more than its folder."""
-RECIPES = {"ppo": PPO, "async": ASYNC, **ON_ROWS, "best-of-n": BEST_OF_N, "eval": EVAL}
+RECIPES = {"ppo": PPO, "async": ASYNC, **ON_ROWS, "eval": EVAL}
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +111,6 @@ PROBLEMS = [
         "+role_workers.critic=my_roles.Critic",
         "role_workers.critic=my_roles.Critic cannot be impo",
     ),
-    ("best-of-n", "data.train_files={tmp}/no.parquet", "there is no file"),
     (
         "eval",
         "data.val_files={tmp}/no.parquet data.max_response_length=4000",

@@ -19,7 +19,6 @@ from tests.trainer.async_training.test_lost_processes import of_training
 from tests.trainer.process_backends import BACKENDS, start_processes
 from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
-from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
@@ -77,7 +76,6 @@ WIDE: list[Cell] = [
     (SFT, TWO, ("sft/1",)),
     (REWARD_MODEL, TWO, ("reward_model/1",)),
     (DPO, TWO, ("preference/1",)),
-    (BEST_OF_N, TWO, ("rollout/1",)),
     (
         ASYNC,
         (*REPLACED, *POLICY_ALONE, "async_training.topology=2m2t"),
@@ -151,16 +149,10 @@ class Killer:
 def settings_of(cell: Cell, tiny: Path, folder: Path, *more: str) -> list[str]:
     recipe, settings, roles = cell
     more = (*SAVED, *settings, *more)
-    if recipe is not BEST_OF_N:
-        more = (f"trainer.total_training_steps={len(kills_of(roles)) + 1}", *more)
+    more = (f"trainer.total_training_steps={len(kills_of(roles)) + 1}", *more)
     if recipe in (PPO, ASYNC):
         return overrides(tiny, folder, *FEW_ROWS, *more)
     here = ["trainer.logger=[]", f"trainer.default_local_dir={folder}", *more]
-    if recipe is BEST_OF_N:
-        prompts = f"data.train_files={tiny}/few.parquet", "data.max_prompt_length=16"
-        model = f"actor_rollout_ref.model.path={tiny}/model"
-        sizes = "data.train_batch_size=13", "data.max_response_length=4"
-        return [*here, *prompts, model, *sizes, "actor_rollout_ref.rollout.n=2"]
     rows = folder.with_suffix(".jsonl")
     rows.write_text("\n".join(map(json.dumps, TEXTS if recipe is SFT else PAIRS)))
     data = f"data.train_files={rows}", "data.train_batch_size=4", "data.max_length=32"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.best_of_n.step import BestOfNTrainer
+from trainer.evaluation.step import Evaluation
 from trainer.loop import Trainer
 from trainer.ppo.stages import PPOTrainer
 from trainer.preference.step import PreferenceTrainer
@@ -16,7 +16,7 @@ from trainer.sft.step import SFTTrainer
 
 TRAINER = Path(__file__).resolve().parents[2] / "trainer"
 BEFORE_STEPS = {"reference"}
-RECIPES = [PPOTrainer, SFTTrainer, RewardModelTrainer, PreferenceTrainer, BestOfNTrainer]
+RECIPES = [PPOTrainer, SFTTrainer, RewardModelTrainer, PreferenceTrainer, Evaluation]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -6,18 +6,17 @@ Checks a run without starting it:
   verl-like check data.train_files=x actor_rollout_ref.model.path=y
   verl-like check --gpus 8xH100 --full placement=split data.train_files=x ...
 
-It takes the settings of `verl-like RECIPE` (ppo, async, sft, reward-model, dpo
-or best-of-n; by default ppo), raises the errors that the run would raise before
-it starts a process, tries rewards on a few rows, and prints where roles run and
+It takes the settings of `verl-like RECIPE` (ppo, async, sft, reward-model or
+dpo; by default ppo), raises the errors that the run would raise before it
+starts a process, tries rewards on a few rows, and prints where roles run and
 whether they fit the GPUs.
 
   --gpus 8xH100        check for these GPUs (in all), also on a laptop; or
                        --gpus 8 --device H100; 80GiB for any GPU of that size
-  --full               also print (not for best-of-n) the memory of every role,
-                       batch sizes, which keys you, presets and the command
-                       changed, and which of yours have no effect; with ppo
-                       and async also the calls of a step, their overlap, and
-                       metrics to watch
+  --full               also print the memory of every role, batch sizes, which
+                       keys you, presets and the command changed, and which of
+                       yours have no effect; with ppo and async also the calls
+                       of a step, their overlap, and metrics to watch
   --measured RUN_DIR   with async: predict the time of a step from the seconds
                        of a PPO run (implies --full)
   --rehearse           then run two small steps on this machine's CPU, resume

@@ -5,7 +5,6 @@ train
   sft [key=value ...]           supervised fine-tuning on chats and texts
   reward-model [key=value ...]  train a reward model on pairs
   dpo [key=value ...]           learn preferences: DPO, IPO, KTO and others
-  best-of-n [key=value ...]     save a model's best responses for sft or dpo
 before a run
   check [key=value ...]         check settings, print the plan, start nothing
   plan [key=value ...]          propose GPUs for every role
@@ -43,7 +42,6 @@ RECIPES = {
     "sft": "trainer.sft.recipe.SFT",
     "reward-model": "trainer.reward_model.recipe.REWARD_MODEL",
     "dpo": "trainer.preference.recipe.DPO",
-    "best-of-n": "trainer.best_of_n.recipe.BEST_OF_N",
     "async": "trainer.async_training.recipe.ASYNC",
 }
 """Commands that run a recipe."""

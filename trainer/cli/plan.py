@@ -97,10 +97,6 @@ def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     known = ", ".join(JOBS)
     if name in JOBS:
         return name, [*preset, *(other for other in arguments if other != word)]
-    if name in RECIPES:
-        raise ConfigError(
-            f"plan {word}: it trains nothing, so it has no step to plan. Known: {known}."
-        )
     raise ConfigError(f"plan {word}: there is no such recipe.{nearest(word, JOBS)} Known: {known}.")
 
 

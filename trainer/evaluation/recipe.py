@@ -2,27 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from trainer.best_of_n.recipe import (
-    BEST_OF_N,
-    NO_EPOCHS,
-    NO_TRAINING,
-    ONLY_IN_TRAINING,
-    SamplingOnlyConfig,
-)
-from trainer.config.recipe import Recipe
-from trainer.config.schema import TrainerConfig
-from verl_like.config_key import config_field
+from trainer.config.recipe import Recipe, placement_presets
+from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.data.config import DataConfig
+from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
+from trainer.ppo.verl import translate
+from verl_like.config_key import Section, changed, config_field
 from verl_like.errors import ConfigError
+from workers.config import ModelConfig, RolloutConfig, ScoringSections, model_rewards
 from workers.config.environment import has_environment
+
+NO_TRAINING = "this recipe trains nothing"
+NO_EPOCHS = "this recipe takes every prompt once, in order"
+ONLY_IN_TRAINING = (
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.model.use_remove_padding",
+    "actor_rollout_ref.model.share_prefixes",
+    "actor_rollout_ref.model.use_fused_kernels",
+    "actor_rollout_ref.model.compile",
+    "actor_rollout_ref.model.lora_rank",
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "trainer.async_save",
+)
 
 
 @dataclass(kw_only=True)
-class EvaluationConfig(SamplingOnlyConfig):
+class SampledPolicyConfig(Section):
+    """Settings of the sampled policy."""
+
+    model: ModelConfig = config_field(factory=ModelConfig)
+    """The model, its adapter and its precision."""
+    rollout: RolloutConfig = config_field(factory=RolloutConfig)
+    """Engine, sampling and memory of the generation."""
+
+
+@dataclass(kw_only=True)
+class EvaluationConfig(RunConfig, ScoringSections):
     """A run that samples the validation prompts, scores the samples and reports their means."""
 
     never_read = {
@@ -42,6 +64,10 @@ class EvaluationConfig(SamplingOnlyConfig):
             for name in ("n", "temperature", "top_k", "top_p", "do_sample")
         ),
     }
+    data: DataConfig = config_field(factory=partial(DataConfig, train_batch_size=64))
+    """Prompts: all of them once, in order, `train_batch_size` at a time."""
+    actor_rollout_ref: SampledPolicyConfig = config_field(factory=SampledPolicyConfig)
+    """The model that is sampled, and its rollout settings."""
     trainer: TrainerConfig = config_field(
         factory=partial(
             TrainerConfig,
@@ -54,6 +80,20 @@ class EvaluationConfig(SamplingOnlyConfig):
         )
     )
     """The run; resume_mode=disable writes over an earlier evaluation in the same folder."""
+
+
+def inactive_roles(config: Any) -> dict[str, str]:
+    """Map each role that a run does not need to the reason."""
+    if model_rewards(config):
+        return {}
+    return {"reward_model": NO_REWARD_MODEL}
+
+
+def without_adapter(
+    config: EvaluationConfig, keys: Collection[str]
+) -> tuple[EvaluationConfig, Sequence[str]]:
+    """Return the configuration without LoRA: the rollout has the weights of the model's folder."""
+    return changed(config, {"actor_rollout_ref.model.lora_rank": 0}), ()
 
 
 def check(config: EvaluationConfig) -> None:
@@ -71,12 +111,15 @@ def check(config: EvaluationConfig) -> None:
     check_sampling(rollout, config.data.max_response_length)
 
 
-EVAL: Recipe[EvaluationConfig] = replace(
-    cast(Recipe[Any], BEST_OF_N),
+EVAL = Recipe(
     name="eval",
     schema=EvaluationConfig,
     config_dir=Path(__file__).resolve().parent,
     config_name="evaluation",
+    placements=placement_presets({"rollout_pool": ["rollout"], "reward_pool": ["reward_model"]}),
+    inactive_roles=inactive_roles,
+    extra_roles=extra_roles,
+    complete=without_adapter,
     checks=(check,),
+    translate=translate,
 )
-"""It has the roles and presets of `BEST_OF_N`, and translates the same keys."""

@@ -55,7 +55,7 @@ def translate(command: Command) -> Translation | None:
             f"{program} is a driver with custom code, which has no counterpart here; the "
             "supported drivers are main_ppo, main_ppo_split, main_dapo, main_entropy, "
             "fully_async_main, one_step_off_policy, and the SFT trainers. To sample and score "
-            "without training, use verl-like best-of-n and eval."
+            "without training, use verl-like eval and examples/best_of_n."
         )
     if _fits(program, *SFT):
         settings = _settings_of(words)

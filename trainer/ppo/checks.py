@@ -377,7 +377,7 @@ def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
 
 
 def check_quantized_device(config: Any) -> None:
-    """Reject int8 and fp8 on devices that do not support them, for PPO and best-of-n."""
+    """Reject int8 and fp8 on devices that do not support them, for PPO."""
     device = devices_of(config.trainer).type
     models = models_of(config, without_users=True).values()
     if any(model.quantization == "int8" for model in models):

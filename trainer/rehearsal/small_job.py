@@ -135,8 +135,6 @@ def small_config(config: C, folder: Path) -> C:
         width = config.data.max_prompt_length + changes["data.max_response_length"]  # type: ignore[attr-defined]
         is_native = can_decode(read_hf_config(small_model(policy.model.path)), width)
         changes["actor_rollout_ref.rollout.name"] = "native" if is_native else "hf"
-    if hasattr(config, "selection") and config.selection.file:
-        changes["selection.file"] = str(folder / Path(config.selection.file).name)
     rewards = list(config.reward.list) if hasattr(config, "reward") else []
     for number, reward in enumerate(rewards):
         if reward.kind == "model":

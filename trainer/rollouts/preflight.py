@@ -118,11 +118,10 @@ def sampling_code(config: Any) -> list[str]:
     return code
 
 
-def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") -> dict[str, Kind]:
+def check_environment(config: Any, tokenizer: Any) -> dict[str, Kind]:
     """Reject invalid environment code, or a chat template that does not allow several turns.
 
-    If `no_tools_reason` is set, also reject tools, with that reason. Return each environment's
-    `Kind` by name.
+    Return each environment's `Kind` by name.
     """
     if not has_environment(config):
         return {}
@@ -146,13 +145,6 @@ def check_environment(config: Any, tokenizer: Any, no_tools_reason: str = "") ->
         if factor_border(read_hf_config(folder)) is not None:
             raise ConfigError(SPLITS)
     with closing(EnvironmentHost(spec_of(section, tokenizer), section.step_timeout_s)) as host:
-        if no_tools_reason and host.tools:
-            names = ", ".join(tool["function"]["name"] for tool in host.tools)
-            raise ConfigError(
-                f"environment: its tools are {names}. {no_tools_reason} Leave out "
-                "environment.tools, put an underscore before methods that are not tools, or use a "
-                "class without such methods."
-            )
         for kind in host.kinds.values():
             TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])
         return host.kinds

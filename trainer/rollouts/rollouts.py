@@ -1,4 +1,4 @@
-"""Generate and score samples, for PPO, best of n and evaluation.
+"""Generate and score samples, for PPO and evaluation.
 
 Example:
 

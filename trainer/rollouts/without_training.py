@@ -1,7 +1,4 @@
-"""The base class of recipes that sample and score, but do not train.
-
-Evaluation and best of n use it.
-"""
+"""The base class of recipes that sample and score, but do not train, such as evaluation."""
 
 from __future__ import annotations
 
@@ -30,8 +27,6 @@ class SamplingOnlyTrainer(Trainer):
 
     prompt_files: ClassVar[str]
     """The key in the section `data` that names the files with prompts."""
-    no_tools_reason: ClassVar[str] = ""
-    """Why environments of this recipe may not have tools; empty if they may."""
 
     def __init__(self, run: Run, tokenizer: Any, rewards: Rewards, prompts: PromptSet) -> None:
         super().__init__(run)
@@ -63,7 +58,7 @@ class SamplingOnlyTrainer(Trainer):
         preflight.check_rollout(config)
         tokenizer = load_tokenizer(path)
         set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-        kinds = preflight.check_environment(config, tokenizer, cls.no_tools_reason)
+        kinds = preflight.check_environment(config, tokenizer)
         prompts = PromptSet(
             config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)
         )

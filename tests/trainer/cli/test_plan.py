@@ -133,7 +133,6 @@ def test_settings_of_the_user_are_not_planned(settings: list[str]) -> None:
         (["--gpus=0", "--device=H100"], "--gpus=0: use a number from 1 to 4,096"),
         (["--gpus=8", "--device=H1000"], "is not a known GPU. Did you mean 'H100'"),
         ([*GPUS, "placement=split"], "placement: the plan chooses where roles run; leave the key"),
-        ([*GPUS, "best-of-n"], "plan best-of-n: it trains nothing"),
         ([*GPUS, "--mean-response=600"], "above data.max_response_length=512"),
     ],
 )

@@ -148,7 +148,6 @@ def test_the_number_of_generators_may_be_set(model: Path) -> None:
     ("arguments", "words"),
     [
         (["reward"], "plan reward: there is no such recipe. Did you mean 'reward-model'"),
-        (["best-of-n"], "plan best-of-n: it trains nothing"),
         (["sft", "--reward-s=3"], "--reward-s does not apply to sft; only ppo, async use it"),
         (["sft", "--mean-length=2000"], "--mean-length=2000 is above the longest row=1024"),
     ],

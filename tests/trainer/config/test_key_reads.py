@@ -8,7 +8,6 @@ import pytest
 
 from tests.import_graph import PACKAGES, sources
 from trainer.async_training.recipe import ASYNC
-from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.keys import leaf_keys
 from trainer.config.recipe import Recipe
 from trainer.evaluation.recipe import EVAL
@@ -31,7 +30,7 @@ def names_read() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [PPO, ASYNC, SFT, REWARD_MODEL, DPO, BEST_OF_N, EVAL], ids=lambda each: each.name
+    "recipe", [PPO, ASYNC, SFT, REWARD_MODEL, DPO, EVAL], ids=lambda each: each.name
 )
 def test_every_key_is_read_somewhere(recipe: Recipe[object], names_read: set[str]) -> None:
     unread = []

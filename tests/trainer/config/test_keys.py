@@ -9,7 +9,6 @@ import pytest
 
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
-from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.keys import config_keys, field_docs, leaf_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
@@ -50,7 +49,7 @@ def test_the_keys_are_those_of_the_list() -> None:
 @pytest.mark.parametrize(
     ("recipe", "needed"),
     [
-        *((recipe, NEEDED) for recipe in (PPO, ASYNC, BEST_OF_N)),
+        *((recipe, NEEDED) for recipe in (PPO, ASYNC)),
         (PPO, [*NEEDED, "algorithm=dapo", *EVERYTHING]),
         *((recipe, ["data.train_files=t", "model.path=m"]) for recipe in (SFT, REWARD_MODEL, DPO)),
         (EVAL, ["data.val_files=val.parquet", "actor_rollout_ref.model.path=model"]),

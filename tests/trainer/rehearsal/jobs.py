@@ -12,7 +12,6 @@ from tests.integration.test_images import overrides as overrides_on_images
 from tests.integration.test_images import write_rows
 from tests.workers.models.vision import write_model
 from trainer.async_training.recipe import ASYNC
-from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
@@ -27,7 +26,6 @@ RECIPES: dict[str, Recipe[Any]] = {
     "sft": SFT,
     "dpo": DPO,
     "reward-model": REWARD_MODEL,
-    "best-of-n": BEST_OF_N,
     "images": PPO,
     "images-sft": SFT,
 }
@@ -114,12 +112,6 @@ def settings_of(name: str, tiny: Path, folder: Path, *more: str) -> list[str]:
     places = {"tiny": tiny, "tmp": folder, "code": CODE, "file": FILE}
     for place in places:
         more = tuple(word.replace(f"<{place}>", str(places[place])) for word in more)
-    if name == "best-of-n":
-        data = (f"data.train_files={tiny}/few.parquet", "data.max_prompt_length=16")
-        sizes = ("data.max_response_length=8", "data.train_batch_size=8")
-        model = f"actor_rollout_ref.model.path={tiny}/model"
-        run = ("trainer.backend=local", f"trainer.default_local_dir={folder}/run")
-        return [model, *data, *sizes, *run, "actor_rollout_ref.rollout.n=2", *more]
     if name in ("images", "images-sft"):
         return settings_on_images(name, folder, *more)
     if name in ("ppo", "async"):

@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 import torch
 
+from examples.best_of_n.best_of_n import BestOfN
 from tests.integration.runs import POLICY_ALONE, lines, overrides
 from trainer import run
-from trainer.best_of_n.recipe import BEST_OF_N
 from trainer.cli import chat
 from trainer.cli import replay as command
 from trainer.cli.eval import main as evaluate
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import read_lm_rows
+from trainer.evaluation.recipe import EVAL
 from trainer.observers.saved_batches import STAGES, batch_file
 from trainer.ppo.recipe import PPO
 from trainer.replay.replay import replay
@@ -269,28 +270,22 @@ def test_best_trajectories_become_chats(
         *PLAYED,
         f"environment={played.parent}/count.py:Count",
         f"actor_rollout_ref.model.path={tiny_dir}/model",
-        f"data.train_files={tiny_dir}/few.parquet",
-        "actor_rollout_ref.rollout.n=2",
+        f"data.val_files={tiny_dir}/few.parquet",
+        "actor_rollout_ref.rollout.val_kwargs={n: 2, do_sample: true, temperature: 1.0}",
         f"trainer.default_local_dir={tmp_path}/best",
         "trainer.logger=[]",
         "data.train_batch_size=4",
-        "trainer.total_training_steps=1",
     ]
-    run(load_config(settings, BEST_OF_N))
-    rows = lines(tmp_path / "best", "selected.jsonl")
+    run(load_config(settings, EVAL), BestOfN)
+    rows = lines(tmp_path / "best", "best.jsonl")
     for row in rows:
         roles = [message["role"] for message in row["messages"]]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
         assert row["messages"][0]["content"].endswith("\ngo")
         assert row["messages"][2]["content"] == "no"
         assert row["score"] == 1.75 - 0.25 * len(roles) / 2
-    read = read_lm_rows("data.train_files", f"{tmp_path}/best/selected.jsonl", tokenizer, 99)
+    read = read_lm_rows("data.train_files", f"{tmp_path}/best/best.jsonl", tokenizer, 99)
     assert len(read) == len(rows) > 0
-    with pytest.raises(ConfigError, match=r"selection\.format=pairs: .* neither tools nor pairs"):
-        load_config([*settings, "selection.format=pairs"], BEST_OF_N)
-    tools = "environment=tests.workers.agents.games:Counter"
-    with pytest.raises(ConfigError, match=r"environment: its tools are increment\..* no tools"):
-        run(load_config([*settings, tools, f"trainer.default_local_dir={tmp_path}"], BEST_OF_N))
 
 
 Chat = Callable[..., list[str]]
