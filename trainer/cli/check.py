@@ -17,8 +17,8 @@ whether they fit the GPUs.
                        keys you, presets and the command changed, and which of
                        yours have no effect; with ppo and async also the calls
                        of a step, their overlap, and metrics to watch
-  --measured RUN_DIR   with async: predict the time of a step from the seconds
-                       of a PPO run (implies --full)
+  --measured RUN_DIR   with async: how long a PPO run generated and trained, and
+                       so what asynchronous training gains (implies --full)
   --rehearse           then run two small steps on this machine's CPU, resume
                        for a third, and export: your data, code and checkpoints
                        with a tiny model of your model's class; it writes only

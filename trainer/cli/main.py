@@ -8,7 +8,6 @@ train
 before a run
   check [key=value ...]         check settings, print the plan, start nothing
   plan [key=value ...]          propose GPUs for every role
-  predict-async RUN_DIR         predict the speed-up of async training
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss or estimator on small batches
   doctor                        check this machine
@@ -46,7 +45,7 @@ RECIPES = {
 }
 """Commands that run a recipe."""
 OTHERS = """
-    check plan predict-async check-environment check-loss doctor make-tiny serve serve-reward
+    check plan check-environment check-loss doctor make-tiny serve serve-reward
     migrate report compare replay eval chat export
 """.split()
 """The other commands, each with a module of its name in this folder."""

@@ -15,16 +15,17 @@ from trainer.config.keys import leaf_keys
 from trainer.config.unused_keys import unused_reason
 from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import describe_axes, role_models
-from trainer.planner.simulate import measured_phases, prediction_lines
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, overridden_stages
 from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
+from trainer.report.read import read_run
 from trainer.rows import preflight
 from trainer.rows.config import RowConfig
 from trainer.rows.trainer import step_sizes
+from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.losses.registry import POLICY_LOSSES
 
@@ -61,11 +62,49 @@ def generators_sections(
     """Describe an asynchronous run: its generators, its trainers and, if known, its speed."""
     if not isinstance(config, AsyncConfig):
         return {}
-    speed = ["Add --measured RUN_DIR, the folder of a PPO run, to predict the seconds per step."]
+    speed = ["Add --measured RUN_DIR, the folder of a PPO run, to compare the seconds of both."]
     if measured:
-        phases, notes = measured_phases(measured)
-        speed = [*prediction_lines(config, phases), *notes]
-    return {"Generators and trainers": plan_lines(config, max_columns), "Predicted speed": speed}
+        speed = measured_sides(measured, config.topology.generators)
+    return {"Generators and trainers": plan_lines(config, max_columns), "Speed": speed}
+
+
+def measured_sides(folder: str, num_generators: int) -> list[str]:
+    """Compare the seconds of generation and training that a run measured.
+
+    The first step is left out if there are others, because caches and compilers warm up in it.
+    """
+    data = read_run(folder)
+    timed = [line for line in data.metrics if line.get("timing_s/gen", 0.0) > 0.0]
+    if not timed or any(name.startswith("async/") for name in timed[0]):
+        raise ConfigError(
+            f"{folder}/metrics.jsonl has no timing_s/gen of a synchronous run, so the time of "
+            "generation is unknown. Pass the folder of a PPO run."
+        )
+    timed = timed[1:] or timed
+    gen, sync, step = (
+        sum(line.get(f"timing_s/{name}", 0.0) for line in timed) / len(timed)
+        for name in ("gen", "update_weights", "step")
+    )
+    training = step - gen - sync
+    slower = max(gen / num_generators + sync, training)
+    lines = [
+        f"Measured in steps {timed[0]['step']:.0f} to {timed[-1]['step']:.0f} of {folder}: "
+        f"generation {gen:.3g} s, weight sync {sync:.3g} s, scores and updates {training:.3g} s",
+        f"Generation takes {gen / training:.2g} times as long as scores and updates.",
+        f"With async_training.generators={num_generators}, a step takes about {slower:.3g} s, if "
+        "each generator and the trainer have as many devices as the run; synchronously, it takes "
+        f"{step:.3g} s.",
+    ]
+    generated, trained = (
+        {call.pool for call in data.calls if call.method in methods}
+        for methods in (("generate_sequences", "take"), ("update_actor",))
+    )
+    if generated & trained:
+        lines.append(
+            "In this run, generation and training share devices. If you split the same devices in "
+            "half, both take about twice as long."
+        )
+    return lines
 
 
 def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:

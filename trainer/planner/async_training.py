@@ -1,12 +1,11 @@
 """Plan asynchronous runs on GPUs: the trainer's GPUs, and the generators.
 
-The trainer's roles share one pool, and all generators have the same size. The seconds of a step are
-simulated from the seconds of its phases (`trainer.planner.simulate`).
+The trainer's roles share one pool, and all generators have the same size. Generators and trainer
+work at the same time, so a step takes as long as the slower side.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,11 +15,8 @@ from trainer.planner.cost import Gpus
 from trainer.planner.job import layout_keys, pool_key, sizes_of
 from trainer.planner.ppo import PPOJob
 from trainer.planner.search import PlannedPlacement, PoolLayout
-from trainer.planner.simulate import Phases, Setup, bottleneck, setup_of, simulate
 from verl_like.errors import ConfigError
 
-NUM_STEPS = 30
-"""Number of simulated steps, enough that the first, which have no overlap, do not matter."""
 NUMS_OF_GENERATORS = (1, 2, 4, 8)
 
 
@@ -28,33 +24,41 @@ NUMS_OF_GENERATORS = (1, 2, 4, 8)
 class AsyncPlacement(PlannedPlacement):
     """A pool that trains, and generators."""
 
-    phases: Phases = Phases([0.0], [0.0], [0.0])
-    setup: Setup = Setup()
+    num_generators: int = 1
+    overlaps: bool = True
+    """False if `max_staleness` is 0: then the sides take turns."""
+    generation: float = 0.0
+    """Seconds in which all generators generate a batch and load weights."""
+    training: float = 0.0
+    """Seconds in which the trainer scores a batch and updates."""
 
-    @functools.cached_property
+    @property
     def step(self) -> float:
-        """Simulated seconds of a step."""
-        return simulate(self.phases, self.setup, NUM_STEPS).seconds
+        """Seconds of a step."""
+        both = self.generation, self.training
+        return max(both) if self.overlaps else sum(both)
 
     @property
     def gpus(self) -> int:
         """GPUs of the trainer and of all generators."""
         trainer, generator = self.pools
-        return trainer.gpus + self.setup.num_generators * generator.gpus
+        return trainer.gpus + self.num_generators * generator.gpus
 
     @property
     def summary(self) -> str:
         """Roles and GPUs of the trainer and of each generator."""
         trainer, generator = self.pools
-        generators = self.setup.num_generators
+        generators = self.num_generators
         engines = f"generator on {generator.gpus}"
         if generators > 1:
             engines = f"{generators} generators on {generator.gpus} each"
         return f"{' + '.join(trainer.roles)} on {trainer.gpus} | {engines}"
 
     def limit(self, stages: Sequence[str]) -> str:
-        """Return the main limit of the run's speed, as `bottleneck` names it."""
-        return bottleneck(self.phases, self.setup)
+        """Return the slower side, by its share of both."""
+        sides = {"generators": self.generation, "trainer": self.training}
+        slower = max(sides, key=lambda name: sides[name])
+        return f"{slower} {sides[slower] / sum(sides.values()):.0%}"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -97,22 +101,27 @@ class AsyncJob(PPOJob):
     def _placed(
         self, trainer: PoolLayout, generator: PoolLayout, num_generators: int
     ) -> AsyncPlacement:
-        """Return the placement, with its step simulated chunk by chunk."""
+        """Return the placement, with the seconds of its two sides."""
         async_training = replace(
             self.config.async_training, generators=num_generators, trainers=trainer.gpus
         )
-        setup = setup_of(replace(self.config, async_training=async_training))
+        config = replace(self.config, async_training=async_training)
+        num_chunks = config.data.train_batch_size // config.chunk_size
+        at_once = min(map(config.chunks_in_parallel, range(num_generators)))
+        chunks = max(num_chunks // at_once, 1)
         gen, _, _, sync = generator.seconds
-        (layout,), chunks = generator.layouts, setup.num_chunks
-        if chunks > 1:
-            fixed = (self._chunk_seconds(generator, chunks) / gen - 1 / chunks) / (1 - 1 / chunks)
-            setup = replace(setup, fixed_fraction=min(max(fixed, 0.0), 1.0))
+        gen = self._chunk_seconds(generator, chunks) * chunks / num_generators
         _, score, update, _ = trainer.seconds
-        phases = Phases([gen], [score + self.rewards], [update], [sync])
-        share = setup.fixed_fraction + (1 - setup.fixed_fraction) / chunks
-        seconds = (gen * share * chunks / num_generators, 0.0, 0.0, sync)
-        shown = replace(generator, layouts=(replace(layout, seconds=seconds),))
-        return AsyncPlacement((trainer, shown), self.least, phases, setup)
+        (layout,) = generator.layouts
+        shown = replace(generator, layouts=(replace(layout, seconds=(gen, 0.0, 0.0, sync)),))
+        return AsyncPlacement(
+            (trainer, shown),
+            self.least,
+            num_generators,
+            overlaps=async_training.max_staleness > 0,
+            generation=gen + sync,
+            training=score + self.rewards + update,
+        )
 
     def _chunk_seconds(self, generator: PoolLayout, chunks: int) -> float:
         """Return the seconds of a chunk on a generator's GPUs."""
@@ -128,7 +137,7 @@ class AsyncJob(PPOJob):
         """Return the keys of generators, trainers, their pools and their layouts."""
         assert isinstance(placement, AsyncPlacement), "this job finds no others"
         trainer, generator = placement.pools
-        generators = placement.setup.num_generators
+        generators = placement.num_generators
         return [
             f"async_training.generators={generators}",
             f"async_training.trainers={trainer.gpus}",

@@ -11,7 +11,6 @@ from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.groups.nodes import describe_devices
 from trainer.launch import nominal_placement
-from trainer.planner.simulate import Phases, prediction_lines, setup_of, simulate
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from trainer.ppo.sizes import rows_of
@@ -64,12 +63,10 @@ def test_the_plan_describes_chunks_staleness_and_limits() -> None:
     assert "Weight sync: after every batch, trained on 2 times, and a generator" in two_epochs
 
 
-def test_the_simulation_joins_chunks_that_a_generator_begins_together() -> None:
+def test_the_plan_says_how_many_chunks_a_generator_begins_together() -> None:
     config = config_of("async_training.topology=2m4t")
     chunks = "Batch: 8 prompts in 4 calls of 2 prompts; each call goes to one generator"
     assert f"{chunks}, up to 2 calls per generator at the same time" in plan_lines(config)
-    setup = setup_of(config)
-    assert [setup.generators_of(place) for place in range(setup.num_chunks)] == [(0,), (1,)]
 
 
 def test_the_plan_warns_of_unequal_numbers_of_generators_per_trainer() -> None:
@@ -109,19 +106,3 @@ def test_every_generator_is_in_the_table_of_memory(tiny_dir: Path) -> None:
     assert rounded.pool == "generator_1_pool"
     assert rounded.types.startswith("int8")
     assert rounded.weights < memories["rollout"].weights == memories["rollout_2"].weights
-
-
-def test_the_prediction_comes_from_the_simulation() -> None:
-    config = config_of(
-        "async_training.generators=2",
-        "async_training.prompts_per_call=2",
-        "async_training.max_inflight_samples=48",
-    )
-    setup = setup_of(config)
-    sizes = (setup.num_generators, setup.max_staleness, setup.chunks, setup.max_inflight)
-    assert sizes == (2, 1, 4, 6)
-    phases = Phases([2.0], [0.1], [0.4], [0.05])
-    step, busy, limit = prediction_lines(config, phases)
-    assert step == f"Step: {simulate(phases, setup).seconds:.3g} s"
-    assert busy.startswith("Busy: generator 0 ")
-    assert limit == "Limited by: generators"

@@ -105,14 +105,16 @@ def test_only_the_user_s_keys_without_effect_are_listed_with_the_reason() -> Non
     assert lines[0].startswith("critic.cliprange_value: this run has no critic")
 
 
-def test_an_async_run_is_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_and_training_of_a_measured_run_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     folder = make_run(tmp_path / "run", 3, samples=1)
     config = load_config([*REQUIRED, "async_training.generators=2"], ASYNC)
     settings = [*REQUIRED, "async_training.generators=2"]
     text = full_plan(config, str(folder), ASYNC, settings)
     assert re.search(r"generator 1 +rollout_1 +generator_1_pool", text)
-    assert re.search(r"\n-+\nStep: 0\.\d+ s\nBusy: generator 0 \d+%.*\nLimited by: trainer", text)
+    assert "Generation takes" in text
     assert "async_training.generators=2 (default 1)\n" in text
     assert "role_workers=" not in text, "the run adds the workers of generator 1"
     assert "--measured RUN_DIR" in full_plan(config, "", ASYNC, settings)

@@ -57,7 +57,7 @@ def counts_the_bytes_of_its_run(job: Job, best: list[PlannedPlacement]) -> bool:
         roles = job.memories(job.configured(placement))
         planned = [pool.bytes for pool in placement.pools]
         if isinstance(placement, AsyncPlacement):
-            planned += planned[1:] * (placement.setup.num_generators - 1)
+            planned += planned[1:] * (placement.num_generators - 1)
         if sorted(planned) != pytest.approx(sorted(pool_bytes(roles).values()), rel=0.01):
             return False
     return True
@@ -129,7 +129,7 @@ def test_a_run_accepts_async_plans(model: Path) -> None:
         assert isinstance(placement, AsyncPlacement)
         config = job.configured(placement)
         assert config.async_training.trainers == placement.pools[0].gpus
-        assert config.async_training.generators == placement.setup.num_generators
+        assert config.async_training.generators == placement.num_generators
         assert placement.gpus <= 8
         gen, *trainer = placement.seconds[:-1]
         assert placement.step >= max(gen, sum(trainer)) * 0.99
@@ -138,9 +138,7 @@ def test_a_run_accepts_async_plans(model: Path) -> None:
 def test_the_number_of_generators_may_be_set(model: Path) -> None:
     _, best = async_plan(model, "async_training.generators=2")
     assert {
-        placement.setup.num_generators
-        for placement in best
-        if isinstance(placement, AsyncPlacement)
+        placement.num_generators for placement in best if isinstance(placement, AsyncPlacement)
     } == {2}
 
 
