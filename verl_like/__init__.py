@@ -58,17 +58,7 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.backends.ray import ResourcePoolManager as ResourcePoolManager
     from verl_like.backends.ray import merge_resource_pool as merge_resource_pool
     from verl_like.backends.ray import split_resource_pool as split_resource_pool
-    from verl_like.batch.merge import union_numpy_dict as union_numpy_dict
-    from verl_like.batch.merge import union_tensor_dict as union_tensor_dict
     from verl_like.batch.protocol import DataProtoItem as DataProtoItem
-    from verl_like.batch.verl_compat import collate_fn as collate_fn
-    from verl_like.batch.verl_compat import fold_batch_dim as fold_batch_dim
-    from verl_like.batch.verl_compat import pad_dataproto_to_divisor as pad_dataproto_to_divisor
-    from verl_like.batch.verl_compat import prepare_dynamic_batch as prepare_dynamic_batch
-    from verl_like.batch.verl_compat import rearrange_micro_batches as rearrange_micro_batches
-    from verl_like.batch.verl_compat import restore_dynamic_batch as restore_dynamic_batch
-    from verl_like.batch.verl_compat import unfold_batch_dim as unfold_batch_dim
-    from verl_like.batch.verl_compat import unpad_dataproto as unpad_dataproto
     from verl_like.calls.dispatch import Execute as Execute
     from verl_like.calls.dispatch import (
         make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,

@@ -25,19 +25,7 @@ _DECORATOR = (
     "register_dispatch_mode",
     "update_dispatch_mode",
 )
-_PROTOCOL = (
-    "DataProto",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "collate_fn",
-    "fold_batch_dim",
-    "pad_dataproto_to_divisor",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "unpad_dataproto",
-)
-_BALANCING = ("prepare_dynamic_batch", "rearrange_micro_batches", "restore_dynamic_batch")
+_PROTOCOL = ("DataProto", "DataProtoFuture", "DataProtoItem")
 _PARTITIONS = (
     "get_group_balanced_partitions",
     "get_reverse_idx",
@@ -60,7 +48,6 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "verl.utils.model": {STAND_INS: ("create_random_mask",)},
     "verl.utils.ray_utils": {},
     "verl.utils.seqlen_balancing": {
-        HERE: _BALANCING,
         "verl_like.tensor_ops": _PARTITIONS,
         STAND_INS: ("ceildiv",),
     },

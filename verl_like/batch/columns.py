@@ -126,21 +126,3 @@ def _cut_list(name: str, value: Any, num_chunks: int) -> list[Any]:
         )
     size = len(value) // num_chunks
     return [value[start : start + size] for start in range(0, size * num_chunks, size or 1)]
-
-
-def cut_dim_1(name: str, column: Any, num_chunks: int) -> Any:
-    """Cut dim 1, or each list of an object column, into chunks that become rows, in new memory."""
-    if isinstance(column, np.ndarray) and column.ndim == 1 and column.dtype == object:
-        return object_rows(
-            chunk
-            for row, value in enumerate(column)
-            for chunk in _cut_list(f"row {row} of column {name!r}", value, num_chunks)
-        )
-    if column.ndim < 2 or column.shape[1] % num_chunks:
-        raise BatchError(
-            f"dim 1 of column {name!r} (shape {tuple(column.shape)}) does not divide into "
-            f"{num_chunks} chunks."
-        )
-    rows, width, *others = column.shape
-    copied = column.clone() if isinstance(column, torch.Tensor) else column.copy()
-    return copied.reshape(rows * num_chunks, width // num_chunks, *others)

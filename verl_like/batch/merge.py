@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from verl_like.batch.columns import Array, tensors_of
+from verl_like.batch.columns import Array
 from verl_like.batch.memory import join_rows
 from verl_like.batch.ragged import RaggedTensor, join_ragged, rectangle_of
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
 AnyColumn = torch.Tensor | RaggedTensor | Array
@@ -90,22 +89,6 @@ def _check_same_column(name: str, left: AnyColumn, right: AnyColumn) -> None:
         f"union: column {name!r} is in both batches ({shapes}) and differs, first in row "
         f"{differs.start}. Drop one with pop()."
     )
-
-
-def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """Return a new TensorDict with the columns of both; a column in both must be equal."""
-    if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        sizes = f"{tuple(tensor_dict1.batch_size)} and {tuple(tensor_dict2.batch_size)}"
-        raise BatchError(f"union: the batches have different batch sizes, {sizes}.")
-    merged = union_columns(tensors_of(tensor_dict1), tensors_of(tensor_dict2))
-    return TensorDict(merged, batch_size=tensor_dict1.batch_size, device=tensor_dict1.device)
-
-
-def union_numpy_dict(
-    tensor_dict1: dict[str, Array], tensor_dict2: dict[str, Array]
-) -> dict[str, Array]:
-    """Return a new dict with the columns of both; a column in both must be equal."""
-    return union_columns(tensor_dict1, tensor_dict2)
 
 
 def union_columns(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar, overload
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from verl_like.batch import columns, disk, merge, tensordicts, wire
 from verl_like.batch.columns import Array
@@ -64,7 +63,7 @@ class Shard:
 
 @dataclass
 class DataProtoItem:
-    """One row of a batch, as `data[3]` returns it; `collate_fn` makes a batch of several."""
+    """One row of a batch, as `data[3]` returns it."""
 
     batch: TensorDict | None = None
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -322,37 +321,12 @@ class DataProto:
         """Return a mask [rows] bool, True for rows that dispatch added as padding."""
         return torch.arange(len(self)) >= self.num_real_rows
 
-    def is_padding_enabled(self) -> bool:
-        """Return True: dispatch always pads a batch that does not divide (verl has a switch)."""
-        return True
-
     def num_bytes(self) -> tuple[int, int]:
         """Return the bytes of the tensor columns and of the arrays (for objects, only the
         references).
         """
         tensors = sum(column.nbytes for column in self.columns.values())
         return tensors, sum(array.nbytes for array in self.non_tensor_batch.values())
-
-    def get_data_info(self) -> str:
-        """Return a line per column (name, shape, dtype, device) and per meta entry (key, type)."""
-        lines = ["batch"]
-        for name, column in self.columns.items():
-            ragged = f", {len(column.values)} values" if isinstance(column, RaggedTensor) else ""
-            shape = tuple(column.shape)
-            lines.append(f"  {name}: {shape} {column.dtype} on {column.device}{ragged}")
-        lines.append("non_tensor_batch")
-        for name, array in self.non_tensor_batch.items():
-            lines.append(f"  {name}: {array.shape} {array.dtype}")
-        lines.append("meta_info")
-        for key, value in self.meta_info.items():
-            lines.append(f"  {key}: {type(value).__name__}")
-        return "\n".join(lines)
-
-    def print_size(self, prefix: str = "") -> None:
-        """Print the size of the columns in GiB (for objects, only the references)."""
-        tensors, arrays = self.num_bytes()
-        start = f"{prefix}, " if prefix else ""
-        print(f"{start}tensors {tensors / 2**30:.4f} GiB, arrays {arrays / 2**30:.4f} GiB")
 
     def map_columns(
         self,
@@ -603,81 +577,6 @@ class DataProto:
             lambda column: column.repeat_interleave(repeat_times, 0),
             lambda array: array.repeat(repeat_times, 0),
         )
-
-    def sample_level_repeat(self, repeat_times: Sequence[int] | Array | torch.Tensor) -> Self:
-        """Repeat row i `repeat_times[i]` times in a row, as in aab; 0 drops it."""
-        if isinstance(repeat_times, torch.Tensor):
-            repeat_times = repeat_times.cpu().numpy()
-        counts = np.asarray(repeat_times)
-        if not counts.size:
-            counts = counts.astype(np.int64)  # an empty list has numpy's default, float
-        if counts.shape != (len(self),) or counts.dtype.kind not in "iu" or (counts < 0).any():
-            raise BatchError(
-                f"sample_level_repeat needs {len(self)} integers of 0 or more, one per row. These "
-                f"counts have shape {counts.shape} and dtype {counts.dtype}."
-            )
-        return self.select_idxs(np.arange(len(self)).repeat(counts))
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Cut dim 1 of these columns, with padding, into `n_split` chunks that become rows.
-
-        In a column of lists, each list is cut. The other columns repeat their rows.
-        """
-        if n_split < 1:
-            raise BatchError(f"unfold_column_chunks needs at least 1 chunk, not {n_split}.")
-        names = [*self.columns, *self.non_tensor_batch]
-        wanted = columns.known_keys(split_keys or (), names, "column")
-        repeated = self.repeat(n_split)
-        tensors, arrays = repeated.columns, repeated.non_tensor_batch
-        for name in wanted:
-            if name in tensors:
-                tensors[name] = columns.cut_dim_1(name, self.padded(name), n_split)
-            else:
-                arrays[name] = columns.cut_dim_1(name, self.non_tensor_batch[name], n_split)
-        return self._derived(tensors, len(repeated), arrays, self.meta_info)
-
-    def padding(self, padding_size: int, padding_candidate: str = "") -> Self:
-        """Append `padding_size` copies of the last (or the "first") row, in place."""
-        if padding_candidate not in ("", "last", "first") or padding_size < 0:
-            raise BatchError(
-                f"padding_size={padding_size}, padding_candidate={padding_candidate!r}: the size "
-                "must be 0 or more, the candidate 'first' or 'last'."
-            )
-        if not padding_size:
-            return self
-        if not len(self):
-            raise BatchError("a batch without rows cannot be padded: there is no row to copy.")
-        source = 0 if padding_candidate == "first" else len(self) - 1
-        return self._take_columns(self.select_idxs([*range(len(self)), *[source] * padding_size]))
-
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: dict[str, Any] | None = None,
-    ) -> Iterator[Self]:
-        """Yield mini-batches of `mini_batch_size` rows, `epochs` times over the batch.
-
-        `dataloader_kwargs={"shuffle": True}` shuffles the rows by `seed`.
-        """
-        rows = len(self)
-        if mini_batch_size < 1 or rows % mini_batch_size:
-            valid = [size for size in range(1, rows + 1) if rows % size == 0]
-            raise BatchError(
-                f"a mini-batch size of {mini_batch_size} does not divide {rows} rows; valid "
-                f"sizes: {valid}."
-            )
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        numbers: Any = range(rows)
-        loader: DataLoader[Any] = DataLoader(
-            numbers,
-            mini_batch_size,
-            collate_fn=self.select_idxs,
-            generator=generator,
-            **(dataloader_kwargs or {}),
-        )
-        return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     # copies, pickles and files
 

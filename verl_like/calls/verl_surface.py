@@ -1,8 +1,7 @@
 """Methods for drivers and workers that were written for verl.
 
 `VerlGroup` calls methods by their name, `VerlWorker` has the methods that verl's workers call on
-themselves, and `scatter_lists` treats lists as verl does. `verl_like.batch.verl_compat` has verl's
-functions on batches.
+themselves, and `scatter_lists` treats lists as verl does.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
 
 from tests.verl_like.batches import assert_same, make
-from verl_like.batch.merge import same_value, union_numpy_dict, union_tensor_dict
+from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError
 
@@ -54,17 +53,6 @@ def test_a_conflicting_union_names_the_place_and_changes_nothing(other, message)
     with pytest.raises(BatchError, match=message):
         data.union(other)
     assert_same(data, make(4, t=1))
-
-
-def test_the_union_functions_change_neither_side():
-    left = TensorDict({"a": torch.zeros(2)}, batch_size=[2])
-    merged = union_tensor_dict(left, TensorDict({"b": torch.ones(2)}, batch_size=[2]))
-    assert (set(merged.keys()), set(left.keys())) == ({"a", "b"}, {"a"})
-    arrays = {"a": np.zeros(2)}
-    assert set(union_numpy_dict(arrays, {"b": np.ones(2)})) == {"a", "b"}
-    assert set(arrays) == {"a"}
-    with pytest.raises(BatchError, match="batch sizes"):
-        union_tensor_dict(left, TensorDict({}, batch_size=[3]))
 
 
 def test_concat_collects_metrics_into_lists():

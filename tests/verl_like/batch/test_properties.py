@@ -12,12 +12,6 @@ from tests.verl_like.batches import assert_same
 from verl_like.batch.merge import same_value
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
-from verl_like.batch.verl_compat import (
-    fold_batch_dim,
-    pad_dataproto_to_divisor,
-    unfold_batch_dim,
-    unpad_dataproto,
-)
 
 JSON_LIKE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -118,17 +112,6 @@ def test_concat_undoes_split(data, size):
 
 
 @quick
-@given(batches(), st.integers(1, 12))
-def test_unpad_undoes_pad(data, divisor):
-    before = copy.deepcopy(data)
-    padded, pad = pad_dataproto_to_divisor(data, divisor)
-    assert len(padded) % divisor == 0
-    assert 0 <= pad < divisor
-    assert_same(unpad_dataproto(padded, pad), before)
-    assert_same(data, before)
-
-
-@quick
 @given(batches(), st.randoms(use_true_random=False))
 def test_the_inverse_order_undoes_reorder(data, random):
     order = list(range(len(data)))
@@ -145,16 +128,6 @@ def test_repeat_is_a_pick_of_rows(data, times):
     rows = np.arange(len(data))
     assert_same(data.repeat(times), data[rows.repeat(times)])
     assert_same(data.repeat(times, interleave=False), data[np.tile(rows, times)])
-    assert_same(data.repeat(times), data.sample_level_repeat([times] * len(data)))
-
-
-@quick
-@given(batches(), st.data())
-def test_unfold_undoes_fold(data, choose):
-    sizes = [size for size in range(1, len(data) + 1) if len(data) % size == 0]
-    if sizes:
-        folded = fold_batch_dim(data, choose.draw(st.sampled_from(sizes)))
-        assert_same(unfold_batch_dim(folded), rectangles(data))
 
 
 @quick
@@ -170,7 +143,6 @@ def test_operations_on_ragged_columns_match_their_rectangles(data, times, random
         lambda d: DataProto.concat([rectangles(d), d[order]]),
         lambda d: copy.deepcopy(d).union(rectangles(d)),
         lambda d: d.select(list(d.columns)),
-        lambda d: pad_dataproto_to_divisor(d, 4)[0],
         copy.deepcopy,
     ]
     for operation in operations:

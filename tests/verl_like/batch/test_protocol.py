@@ -62,7 +62,6 @@ def test_rename_keeps_the_order_and_can_swap():
         ),
         (lambda d: d.pop(["ids"], ["uids"]), "Did you mean 'uid'"),
         (lambda d: d.rename("scor", "x"), "Did you mean 'score'"),
-        (lambda d: d.unfold_column_chunks(2, ["idss"]), "Did you mean 'ids'"),
     ],
 )
 def test_a_missing_column_suggests_the_nearest_name(call, message):

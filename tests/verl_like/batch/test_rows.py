@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.verl_like.batches import assert_same, make, uids
-from verl_like.batch.protocol import DataProto, DataProtoItem
+from tests.verl_like.batches import make, uids
+from verl_like.batch.protocol import DataProtoItem
 from verl_like.errors import BatchError
 
 
@@ -70,7 +70,7 @@ def test_other_index_types_are_type_errors():
 
 
 def test_counts_below_one_are_rejected():
-    for call in (make(2).chunk, make(2).split, make(2).unfold_column_chunks):
+    for call in (make(2).chunk, make(2).split):
         with pytest.raises(BatchError, match="not 0"):
             call(0)
 
@@ -81,81 +81,6 @@ def test_repeat_zero_times_leaves_no_row():
         make(2).repeat(-1)
 
 
-@pytest.mark.parametrize(
-    "counts", [[2, 0, 1], (2, 0, 1), np.array([2, 0, 1]), torch.tensor([2, 0, 1])]
-)
-def test_sample_level_repeat_repeats_each_row_by_its_count(counts):
-    assert uids(make(3).sample_level_repeat(counts)) == ["0-0", "0-0", "2-0"]
-
-
-@pytest.mark.parametrize("counts", [[1, 2], [1, -1, 1], [0.5, 1, 1], 2])
-def test_sample_level_repeat_needs_a_count_per_row(counts):
-    with pytest.raises(BatchError, match="needs 3 integers of 0 or more"):
-        make(3).sample_level_repeat(counts)
-
-
-def test_unfold_column_chunks_turns_dim_1_into_rows():
-    data = make(2).unfold_column_chunks(2, ["ids"])
-    assert data.batch["ids"].tolist() == [[0], [1], [2], [3]]
-    assert uids(data) == ["0-0", "0-0", "1-0", "1-0"]
-    assert data.batch["score"].tolist() == [0, 0, 1, 1]
-    with pytest.raises(BatchError, match=r"'ids' \(shape \(2, 2\)\)"):
-        make(2).unfold_column_chunks(3, ["ids"])
-
-
 def test_reorder_needs_a_permutation():
     with pytest.raises(BatchError, match="each of the 3 rows once"):
         make(3).reorder([0, 0, 1])
-
-
-def test_make_iterator_covers_every_row_each_epoch_and_repeats_by_seed():
-    data = make(6, t=1)
-    by_seed = {"seed": 3, "dataloader_kwargs": {"shuffle": True}}
-    shuffled, again = (
-        [uids(part) for part in data.make_iterator(2, epochs=2, **by_seed)] for _ in range(2)
-    )
-    assert shuffled == again
-    assert len(shuffled) == 6
-    for epoch in (shuffled[:3], shuffled[3:]):
-        assert sorted(sum(epoch, [])) == uids(data)
-    assert shuffled[:3] != shuffled[3:]
-    in_order = list(data.make_iterator(3, epochs=1))
-    assert_same(DataProto.concat(in_order), data)
-    assert in_order[0].non_tensor_batch["weight"].dtype == np.float64
-    assert in_order[0].meta_info == {"t": 1}
-
-
-def test_make_iterator_names_the_sizes_that_divide():
-    with pytest.raises(BatchError, match=r"4 does not divide 6 rows; valid sizes: \[1, 2, 3, 6\]"):
-        make(6).make_iterator(4, epochs=1)
-
-
-def test_padding_appends_copies_of_the_last_or_first_row():
-    data = make(2)
-    assert data.padding(2) is data
-    assert uids(data) == ["0-0", "1-0", "1-0", "1-0"]
-    assert uids(make(2).padding(1, "first")) == ["0-0", "1-0", "0-0"]
-    assert len(make(0).padding(0)) == 0
-    for rows, size, candidate in ((0, 1, ""), (2, -1, ""), (2, 1, "middle")):
-        with pytest.raises(BatchError, match="padd"):
-            make(rows).padding(size, candidate)
-
-
-def test_unfold_column_chunks_splits_the_lists_of_an_object_column():
-    labels = [["a1", "a2"], ["b1", "b2", "b3", "b4"]]
-    data = DataProto.from_dict({"x": torch.arange(2)}, {"labels": labels, "uid": ["a", "b"]})
-    cut = data.unfold_column_chunks(2, ["labels"])
-    assert cut.non_tensor_batch["labels"].tolist() == [["a1"], ["a2"], ["b1", "b2"], ["b3", "b4"]]
-    assert cut.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
-    assert cut.batch["x"].tolist() == [0, 0, 1, 1]
-
-
-@pytest.mark.parametrize(
-    ("bad", "words"), [(["b1"], "list of 1"), (7, "int 7"), ("ab", "str of 2")]
-)
-def test_a_list_that_does_not_divide_is_rejected_with_its_row(bad, words):
-    data = DataProto.from_dict(non_tensors={"labels": [["a1", "a2"], bad]})
-    with pytest.raises(
-        BatchError, match=rf"row 1 of column 'labels' \({words}\) is not .* a multiple of 2"
-    ):
-        data.unfold_column_chunks(2, ["labels"])

@@ -28,7 +28,6 @@ def make(rows=4, **meta):
         lambda d: d.split(2)[0],
         lambda d: d.repeat(1),
         lambda d: d.repeat(1, False),
-        lambda d: d.unfold_column_chunks(1),
         lambda d: DataProto.concat([d]),
         lambda d: d[0],
         lambda d: d.writable_copy(),
@@ -144,20 +143,12 @@ def test_rows_without_columns_are_counted_by_concat():
     assert len(DataProto.concat([DataProto(), DataProto(TensorDict({}, batch_size=[5]))])) == 5
 
 
-def test_unfolding_without_keys_takes_non_tensors_too():
-    assert make(2).unfold_column_chunks(2).non_tensor_batch["uid"].tolist() == ["0", "0", "1", "1"]
-
-
 @pytest.mark.parametrize("order", [[1, 0], (1, 0), np.array([1, 0]), torch.tensor([1, 0])])
 def test_reorder_takes_any_order_and_returns_the_batch(order):
     data = make(2)
     assert data.reorder(order) is data
     assert data.batch["a"].tolist() == [1, 0]
     assert data.non_tensor_batch["uid"].tolist() == ["1", "0"]
-
-
-def test_data_info_works_without_tensors():
-    assert "uid: (1,) object" in DataProto.from_dict(non_tensors={"uid": ["x"]}).get_data_info()
 
 
 def test_a_view_is_pickled_without_the_rest_of_its_storage():
