@@ -204,7 +204,7 @@ class Meter:
 
 
 def make(folder: Path, num_layers: int = 2, critic_layers: int = 2) -> None:
-    """Write a model that ends responses at random, prompts, and `letters` for `--learning`."""
+    """Write a model that ends responses at random, prompts, and `letters` for `--only slow`."""
     import torch
     from transformers import AutoTokenizer, LlamaForCausalLM
 

@@ -2,7 +2,6 @@
 
     python benchmarks/bench_async.py [--only speed,ray,driver,slow] [--json FILE]
         [--rounds 8] [--most-stolen 1] [--window 10] [--prompts 16] [--layers 2] [--critic-layers 2]
-    python benchmarks/bench_async.py --learning      rewards at equal numbers of samples, over seeds
 
 The script prints a table, and which limits hold.
 
@@ -36,7 +35,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from async_learning import WITHOUT
 from async_side import LAST, NUM_PROMPTS, NUM_SAMPLES, WARM_UP
 from paused_sides import (
     Facts,
@@ -230,41 +228,6 @@ def slow(folder: str) -> dict[str, float]:
     return results
 
 
-def learning(folder: str, seeds: int, steps: int) -> dict[str, float]:
-    """Return scores at equal samples: means, spreads, and Welch's t against staleness 0."""
-    scores: dict[str, list[float]] = {}
-    ages: dict[str, list[float]] = {}
-    waiting = list(range(1, seeds + 1))
-    while waiting:
-        now, waiting = waiting[:2], waiting[2:]
-        script = str(HERE / "async_learning.py")
-        running = [start(folder, str(seed), str(steps), script=script) for seed in now]
-        for cases in map(answer, running):
-            for case, results in cases.items():
-                scores.setdefault(case, []).append(results["score"])
-                ages.setdefault(case, []).append(results["age"])
-
-    results = {}
-    for case, of in scores.items():
-        results[f"{case}: mean score"] = statistics.mean(of)
-        results[f"{case}: standard deviation"] = statistics.stdev(of)
-        results[f"{case}: mean age of samples, versions"] = statistics.mean(ages[case])
-    for case, of in scores.items():
-        synchronous = f"{case.partition(':')[0]}: staleness 0"
-        corrected = case.removesuffix(f" {WITHOUT}")
-        if case != synchronous:
-            results[f"{case} less staleness 0: t"] = welch(of, scores[synchronous])
-        if case != corrected and corrected in scores:
-            results[f"{case} less with correction: t"] = welch(of, scores[corrected])
-    return results
-
-
-def welch(these: list[float], those: list[float]) -> float:
-    """Return the difference of the means divided by its standard error."""
-    squares = sum(statistics.variance(of) / len(of) for of in (these, those))
-    return (statistics.mean(these) - statistics.mean(those)) / squares**0.5
-
-
 def judge(figures: dict[str, float]) -> dict[str, dict[str, Any]]:
     """Return the limits on the measured values, and whether they hold."""
     results = {}
@@ -305,9 +268,6 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS, help="prompts per step")
     parser.add_argument("--layers", type=int, default=2, help="layers of the policy")
     parser.add_argument("--critic-layers", type=int, help="layers of the critic; default: --layers")
-    parser.add_argument("--learning", action="store_true", help="measure only rewards, over seeds")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--learning-steps", type=int, default=30)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     if options.rounds < 2:
@@ -319,8 +279,7 @@ def main() -> None:
         answer_of_make = start("make", folder, *map(str, layers))
         if answer_of_make.wait():
             sys.exit("the tiny model could not be written: the error is above.")
-        sections = ["learning"] if options.learning else options.only.split(",")
-        for section in sections:
+        for section in options.only.split(","):
             if section in ("speed", "ray"):
                 backend = "local" if section == "speed" else "ray"
                 results = speed(folder, backend, options)
@@ -328,8 +287,6 @@ def main() -> None:
                 results = driver(folder, DRIVER_ROUNDS)
             elif section == "slow":
                 results = slow(f"{folder}/letters")
-            elif section == "learning":
-                results = learning(f"{folder}/letters", options.seeds, options.learning_steps)
             else:
                 sys.exit(f"--only {section}: choose speed, ray, driver or slow.")
             results = {f"{section}: {key}": value for key, value in results.items()}
