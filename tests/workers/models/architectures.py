@@ -10,6 +10,7 @@ tokens, so a row of 160 tokens is longer than all of them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -232,6 +233,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """Case -> its model type and fields that differ from that type's defaults."""
 
 
+NO_FIELDS: Mapping[str, Any] = {}
+
+
 class NotBuilt(Exception):
     """A model type whose configuration is not enough to build a causal LM; the text says why."""
 
@@ -242,8 +246,11 @@ def cases() -> list[str]:
     return [*types, *VARIANTS]
 
 
-def tiny_model_config(case: str, scale: int = 1) -> Any:
-    """Return the configuration of a case; `scale` multiplies the sizes of heads and layers."""
+def tiny_model_config(case: str, scale: int = 1, text: Mapping[str, Any] = NO_FIELDS) -> Any:
+    """Return the configuration of a case; `scale` multiplies the sizes of heads and layers.
+
+    The text model has the fields `text`.
+    """
     model_type, fields = VARIANTS.get(case, (case, {}))
     try:
         config_cls = CONFIG_MAPPING[model_type]
@@ -252,6 +259,10 @@ def tiny_model_config(case: str, scale: int = 1) -> Any:
         for section, others in TOWERS.get(model_type, {}).items():
             small[section] = small.get(section, {}) | _scaled(others, scale)
         exceptions = _scaled({**EXCEPTIONS.get(model_type, {}), **fields}, scale)
+        if "text_config" in small:
+            small["text_config"] |= text
+        else:
+            exceptions |= text
         config = config_cls(**{**small, **exceptions})
     except Exception as error:
         raise NotBuilt(f"{model_type}: {type(error).__name__}: {error}") from error

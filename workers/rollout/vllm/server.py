@@ -56,8 +56,9 @@ def serve_command(settings: VllmSettings, limits: EngineLimits) -> str:
     eager = " --enforce-eager" if settings.device_type == "cpu" else ""
     options = class_options(settings)
     of_class = " --language-model-only" if "language_model_only" in options else ""
-    if generation := options.get("override_generation_config"):
-        of_class += f" --override-generation-config '{json.dumps(generation)}'"
+    for name in ("override_generation_config", "hf_overrides"):
+        if name in options:
+            of_class += f" --{name.replace('_', '-')} '{json.dumps(options[name])}'"
     return (
         "VLLM_SERVER_DEV_MODE=1 VLLM_USE_V2_MODEL_RUNNER=0 python -m "
         f"vllm.entrypoints.openai.api_server --model {settings.model_path} --tokens-only "

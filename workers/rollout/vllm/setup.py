@@ -215,6 +215,39 @@ class ExpectedWeights:
         return sum(shape.numel() for shape in self.shapes.values())
 
 
+@dataclass(frozen=True)
+class Difference:
+    """A difference between vLLM's log-probs and those of transformers."""
+
+    reason: str
+    way_out: str = "=hf"
+    only_on_cpus: bool = False
+    right_in: str = ""
+    """The data type in which there is no difference."""
+
+
+DIFFERENCES = {
+    "apertus": Difference(
+        "vLLM stores the factors of its activation xIELU in bfloat16",
+        "=native",
+        right_in="bfloat16",
+    ),
+    "cohere2_vision": Difference(
+        "vLLM multiplies its logits by logit_scale, but transformers does not"
+    ),
+    "ernie4_5_moe": Difference(
+        "on CPUs, vLLM chooses experts without the correction bias", "=native", only_on_cpus=True
+    ),
+    "gemma3n_text": Difference("vLLM leaves out the embeddings that each layer reads"),
+    "linear_attention": Difference(
+        "on CPUs, vLLM computes linear attention only in bfloat16",
+        only_on_cpus=True,
+        right_in="bfloat16",
+    ),
+}
+"""Model type, or type of a layer -> how vLLM computes it in another way."""
+
+
 def no_choices_of(model_path: str) -> Tensor:
     """Return an empty tensor of expert choices for this model, of shape [0, layers, choices]."""
     return Routers(meta_class(read_hf_config(model_path))).no_choices
@@ -224,11 +257,15 @@ def check_model(model_path: str, reads_images: bool, device_type: str, dtype: st
     """Reject a model that vLLM starts, but whose log-probs it cannot compute here."""
     config = read_hf_config(model_path)
     layers = getattr(config.get_text_config(), "layer_types", None) or ()
-    if "linear_attention" in layers and device_type == "cpu" and dtype != "bfloat16":
+    for kind in {config.model_type, *layers} & DIFFERENCES.keys():
+        difference = DIFFERENCES[kind]
+        if dtype == difference.right_in or (difference.only_on_cpus and device_type != "cpu"):
+            continue
+        better = f" {OURS['dtype']}={difference.right_in} or" if difference.right_in else ""
         raise ConfigError(
-            f"{NAME}=vllm: on CPUs, vLLM computes the linear attention of {config.model_type!r} "
-            f"only in bfloat16, but {OURS['dtype']}={dtype}. Set {OURS['dtype']}=bfloat16, or "
-            f"{NAME}=hf."
+            f"{NAME}=vllm, {OURS['dtype']}={dtype}: the log-probs of model type "
+            f"{config.model_type!r} would differ from the trainer's, because {difference.reason}. "
+            f"Set{better} {NAME}{difference.way_out}."
         )
     if not reads_images:
         return
@@ -251,12 +288,29 @@ def class_options(settings: VllmSettings) -> dict[str, Any]:
     if hasattr(text := config.get_text_config(), "attn_temperature_tuning"):  # off below 32,768
         scales = {"attn_temperature_tuning": text.attn_temperature_tuning}
         options["override_generation_config"] = scales
+    if overrides := config_overrides(text):
+        options["hf_overrides"] = overrides if text is config else {"text_config": overrides}
     if text is config:
         return options
     if not settings.reads_images:
         return options | {"language_model_only": True}
     no_others = {"limit_mm_per_prompt": {"video": 0, "audio": 0}}
     return options | no_others | {"mm_device_do_normalize": False}
+
+
+def config_overrides(text: Any) -> dict[str, Any]:
+    """Return fields of a text model's config that vLLM needs to compute as transformers does."""
+    if text.model_type in ("cohere2", "cohere2_moe"):  # vLLM's window has one token more
+        return {"sliding_window": text.sliding_window - 1}
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "llama_4_scaling_beta" in rope:  # vLLM knows only the name in Mistral's own format
+        original = rope["original_max_position_embeddings"]
+        scaling = {
+            "beta": rope["llama_4_scaling_beta"],
+            "original_max_position_embeddings": original,
+        }
+        return {"llama_4_scaling": scaling}
+    return {}
 
 
 def expected_weights(model_path: str, reads_images: bool = False) -> ExpectedWeights:
