@@ -3,8 +3,8 @@
 Every causal LM and every image-text-to-text model in transformers is tested on a folder that
 `save_pretrained` of its published class writes from a tiny configuration: training, native decoding
 and export (`tests/workers/models/walk.py`), and GRPO, resume, SFT and export as runs
-(`tests/integration/published.py`). With arguments, only these cases are tested again.
-`docs/make_tables.py` then writes the page.
+(`tests/integration/published.py`). With arguments, only these cases are tested again; `CASE...`
+continues an interrupted run at that case. `docs/make_tables.py` then writes the page.
 
 In the environment of `tests/run_vllm.sh`, `.venv-vllm/bin/python docs/make_models.py --vllm [CASE
 ...]` fills the column of vLLM (`tests/workers/rollout/vllm/table.py`), one process per case.
@@ -13,12 +13,15 @@ In the environment of `tests/run_vllm.sh`, `.venv-vllm/bin/python docs/make_mode
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
-import subprocess
+import multiprocessing
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from model_table import RESULTS, Outcome, read_results
@@ -27,7 +30,12 @@ from tests.integration.published import crash_of
 from tests.workers.models.architectures import NotBuilt, cases
 from tests.workers.models.test_walk import UNKNOWN
 from tests.workers.models.walk import outcome, walk
+from tests.workers.rollout.vllm.table import try_vllm
 from trainer.cli.make_tiny import make
+
+LONGEST_S = 600.0
+"""Time limit of a case in vLLM."""
+FORK = multiprocessing.get_context("fork")
 
 
 def outcome_of(case: str) -> Outcome | None:
@@ -49,37 +57,58 @@ def outcome_of(case: str) -> Outcome | None:
 
 
 def vllm_of(case: str) -> str | None:
-    """Return the outcome of a case in vLLM, or None if the small model does not run there."""
-    code = f"from tests.workers.rollout.vllm.table import main; main({case!r})"
-    command = [sys.executable, "-c", code]
-    ended = subprocess.run(command, cwd=RESULTS.parents[2], capture_output=True, text=True)
-    outcomes = [line for line in ended.stdout.splitlines() if line in ("yes", "no", "rejected")]
-    if not outcomes:
-        print(case, (ended.stderr.splitlines() or [""])[-1])
-    return outcomes[-1] if outcomes else None
+    """Return the outcome of a case in vLLM, or None if the small model does not run there.
+
+    The case runs in a fork of this process, which has imported vLLM.
+    """
+    receiver, sender = FORK.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        child = FORK.Process(target=_send_vllm_of, args=(case, folder, sender))
+        child.start()
+        sender.close()
+        try:
+            outcome: str | None = receiver.recv() if receiver.poll(LONGEST_S) else None
+        except EOFError:  # it failed
+            outcome = None
+        child.kill()
+        child.join()
+    return outcome
+
+
+def _send_vllm_of(case: str, folder: str, sender: Connection) -> None:
+    sender.send(try_vllm(case, Path(folder)).partition(":")[0])
 
 
 def add_vllm(names: Sequence[str]) -> None:
     """Test the cases that start in vLLM, and write the results."""
+    for module in ("vllm", "vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker"):
+        importlib.import_module(module)
     results = read_results()
-    for case in names or results:
+    for case in chosen(names, list(results)):
         row = results[case]
         if row is not None and len(row) > 4 and row[4] == "yes":
-            outcome = vllm_of(case)
+            start, outcome = time.monotonic(), vllm_of(case)
             results[case] = [*row[:5], *([outcome] if outcome else [])]
-            print(case, outcome, flush=True)
-    write(results)
+            print(case, outcome, f"({time.monotonic() - start:.0f} s)", flush=True)
+            write(results)
 
 
 def main(names: Sequence[str]) -> None:
     """Test the cases; keep the outcomes in vLLM."""
-    before = read_results()
-    results = before if names else {}
-    for case in names or cases():
-        outcome, old = outcome_of(case), before.get(case)
-        results[case] = outcome and [*outcome, *(old or ())[5:]]
-        print(case, results[case], flush=True)
-    write(results)
+    before, every = read_results(), cases()
+    results = {case: before[case] for case in every if case in before}
+    for case in chosen(names, every):
+        start, outcome = time.monotonic(), outcome_of(case)
+        results[case] = outcome and [*outcome, *(before.get(case) or ())[5:]]
+        print(case, results[case], f"({time.monotonic() - start:.0f} s)", flush=True)
+        write(results)
+
+
+def chosen(names: Sequence[str], every: Sequence[str]) -> Sequence[str]:
+    """Return the named cases, or all of them; for `CASE...`, those from that case on."""
+    if len(names) == 1 and names[0].endswith("..."):
+        return every[every.index(names[0].removesuffix("...")) :]
+    return names or every
 
 
 def write(results: Mapping[str, Outcome | None]) -> None:
