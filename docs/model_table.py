@@ -24,6 +24,21 @@ IMAGES = {
 """Families of `tests/workers/models/vision.py` -> the layout of their rows with images."""
 VLLM = dict.fromkeys(("gemma4", "llama4"), "yes")
 """Other models that vLLM's tests run, in `tests/workers/rollout/vllm/test_images.py`."""
+NOT_IN_VLLM = {
+    "has no such class": "codegen diffllama gpt_neo",
+    "has no such attention on CPUs": "axk2 deepseek_v32 glm_moe_dsa mistral4",
+    "reads fields that transformers' configuration lacks": (
+        "afmoe glm4v_moe hy_v3 longcat_flash minimax_m2 minimax_m3_vl"
+    ),
+    "ends with an error": (
+        "aria_text ctrl dbrx deepseek_v4 gemma4_unified glm4v gpt_oss muse_glimmer phimoe "
+        "qianfan_ocr qwen3_vl_moe"
+    ),
+    "needs a processor, tokenizer or package that is missing here": (
+        "cosmos3_omni fuyu glm_ocr glmga inkling_mm_model pp_chart2table"
+    ),
+}
+"""What vLLM 0.32 does -> models that start, but whose small model does not run in vLLM."""
 Outcome = Sequence[str]
 """Rows, gradient checkpointing, native decoding, export, whether runs start, and vLLM.
 
@@ -66,13 +81,27 @@ def model_table() -> str:
         rows.setdefault(cells, []).append(f"`{case}`")
     order = sorted(rows, key=lambda cells: ("yes not tried rejected".find(cells[0]), cells[1:]))
     lines = [f"| {' | '.join(cells)} | {', '.join(rows[cells])} |" for cells in order]
-    return "\n".join([HEAD, *lines, "", _exceptions(shown), "", _not_tested(results)])
+    return "\n".join(
+        [HEAD, *lines, "", _exceptions(shown), "", _not_in_vllm(shown), "", _not_tested(results)]
+    )
 
 
 def _exceptions(shown: Mapping[str, Outcome]) -> str:
     """Name the models that a checkpointed pass rejects."""
     without = [f"`{c}`" for c, row in shown.items() if row[0] != "rejected" and row[1] != "yes"]
     return f"Gradient checkpointing is rejected for {', '.join(without)}."
+
+
+def _not_in_vllm(shown: Mapping[str, Outcome]) -> str:
+    """Say why vLLM does not run small models that start."""
+    reasons = [
+        f"{reason} ({', '.join(f'`{case}`' for case in cases.split())})"
+        for reason, cases in NOT_IN_VLLM.items()
+    ]
+    untried = {c for c, row in shown.items() if row[4:] == ["yes"]} - VLLM.keys()
+    named = {case for cases in NOT_IN_VLLM.values() for case in cases.split()}
+    assert untried == named, f"name a reason: {untried ^ named}"
+    return f"For models that start but are not tried in vLLM, it {', '.join(reasons)}."
 
 
 def _not_tested(results: Mapping[str, Outcome | None]) -> str:

@@ -70,6 +70,7 @@ class InProcessVllm:
         if settings.adapter is not None:
             options |= lora_options(settings.adapter.lora_rank)
         options |= class_options(settings) | settings.options
+        is_multimodal = "language_model_only" in options or settings.reads_images
         if self.lockstep is not None and options["async_scheduling"]:
             raise ConfigError(
                 "actor_rollout_ref.rollout.engine_kwargs.async_scheduling with "
@@ -85,7 +86,7 @@ class InProcessVllm:
                 return LLM(
                     model=settings.model_path,
                     load_format="dummy" if settings.adapter is None else "auto",
-                    skip_tokenizer_init=not settings.reads_images,
+                    skip_tokenizer_init=not is_multimodal,
                     dtype=settings.dtype,
                     tensor_parallel_size=num_ranks,
                     max_model_len=limits.prompt_width + limits.response_width,

@@ -226,26 +226,32 @@ class Difference:
     """The data type in which there is no difference."""
 
 
+UNSCALED_LOGITS = Difference("vLLM multiplies its logits by logit_scale, but transformers does not")
 DIFFERENCES = {
     "apertus": Difference(
         "vLLM stores the factors of its activation xIELU in bfloat16",
         "=native",
         right_in="bfloat16",
     ),
-    "cohere2_vision": Difference(
-        "vLLM multiplies its logits by logit_scale, but transformers does not"
-    ),
+    "aya_vision": UNSCALED_LOGITS,
+    "cohere2_vision": UNSCALED_LOGITS,
+    "conv": Difference("on CPUs, vLLM computes its layers in another way", only_on_cpus=True),
     "ernie4_5_moe": Difference(
         "on CPUs, vLLM chooses experts without the correction bias", "=native", only_on_cpus=True
     ),
     "gemma3n_text": Difference("vLLM leaves out the embeddings that each layer reads"),
+    "latent_attention": Difference(
+        "on CPUs, vLLM's latent attention is right only with a scaled rope",
+        "=native",
+        only_on_cpus=True,
+    ),
     "linear_attention": Difference(
         "on CPUs, vLLM computes linear attention only in bfloat16",
         only_on_cpus=True,
         right_in="bfloat16",
     ),
 }
-"""Model type, or type of a layer -> how vLLM computes it in another way."""
+"""Model type, or type of layers -> how vLLM computes it in another way."""
 
 
 def no_choices_of(model_path: str) -> Tensor:
@@ -256,8 +262,11 @@ def no_choices_of(model_path: str) -> Tensor:
 def check_model(model_path: str, reads_images: bool, device_type: str, dtype: str) -> None:
     """Reject a model that vLLM starts, but whose log-probs it cannot compute here."""
     config = read_hf_config(model_path)
-    layers = getattr(config.get_text_config(), "layer_types", None) or ()
-    for kind in {config.model_type, *layers} & DIFFERENCES.keys():
+    text = config.get_text_config()
+    kinds = {config.model_type, *(getattr(text, "layer_types", None) or ())}
+    if hasattr(text, "kv_lora_rank") and text.rope_parameters["rope_type"] == "default":
+        kinds.add("latent_attention")
+    for kind in kinds & DIFFERENCES.keys():
         difference = DIFFERENCES[kind]
         if dtype == difference.right_in or (difference.only_on_cpus and device_type != "cpu"):
             continue

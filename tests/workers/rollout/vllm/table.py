@@ -27,21 +27,32 @@ from workers.rollout.vllm.setup import VllmSettings
 LARGEST_ERROR = 1e-4
 """Bound of the error of log-probs and greedy tokens."""
 LATENT = {
-    **{"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64},
-    **{"qk_head_dim": 96, "head_dim": 64, "index_head_dim": 128},
+    **{"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"qk_head_dim": 192, "head_dim": 64},
 }
 """Sizes that vLLM's latent attention needs on CPUs."""
-DEEPSEEK = LATENT | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 16.0, "beta_fast": 32, "beta_slow": 1},
+    **{"original_max_position_embeddings": 16, "mscale": 0.707, "mscale_all_dim": 0.707},
+}
+DEEPSEEK = LATENT | {
+    **{"topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": YARN},
+}
+LFM2 = {"block_dim": 128, "block_ff_dim": 64, "conv_dim": 128, "conv_dim_out": 128}
 FIELDS: dict[str, dict[str, Any]] = {
     "bloom": {"n_head": 2},
-    "deepseek_v2": LATENT | {"topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    "deepseek_v2": LATENT | {"rope_parameters": YARN, "n_group": 1, "topk_group": 1},
     "falcon": {"ffn_hidden_size": 512},
+    "glm4_moe": {"head_dim": 32},
+    "glm4_moe_lite": LATENT | {"first_k_dense_replace": 1},
+    "lfm2": LFM2,
+    "lfm2_vl": LFM2,
     "llama4_text": {"attention_chunk_size": 128},
-    "mistral4": DEEPSEEK | {"head_dim": 128},
-    **dict.fromkeys("axk1 deepseek_v3 glm4_moe_lite kimi_k25 longcat_flash".split(), DEEPSEEK),
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+    **dict.fromkeys(("axk1", "deepseek_v3", "kimi_k25"), DEEPSEEK),
 }
 """Case -> fields of the text model that published ones have, and that vLLM needs."""
-PARTS = {
+PARTS: dict[str, Any] = {
     "image_processor": IMAGE_PROCESSOR_MAPPING,
     "video_processor": VIDEO_PROCESSOR_MAPPING,
     "feature_extractor": FEATURE_EXTRACTOR_MAPPING,
@@ -56,7 +67,7 @@ def try_vllm(case: str, folder: Path) -> str:
 
     module = build_tiny(tiny_model_config(case, 4, FIELDS.get(case, NO_FIELDS)))
     module.save_pretrained(folder / "model")
-    if type(module.config) in PROCESSOR_MAPPING:
+    if type(module.config) in PROCESSOR_MAPPING and type(module.config) in IMAGE_PROCESSOR_MAPPING:
         write_processor(module.config, folder)
     limits = EngineLimits(32, 64, max_num_seqs=4, kv_cache_gib=1.0)
     try:
@@ -72,7 +83,7 @@ def try_vllm(case: str, folder: Path) -> str:
 
 def write_processor(config: Any, folder: Path) -> None:
     """Write `folder`/model's processor with its class's default values, which vLLM reads."""
-    processor_cls = PROCESSOR_MAPPING[type(config)]
+    processor_cls: Any = PROCESSOR_MAPPING[type(config)]
     tokenizer_folder = make(folder / "tiny") / "model"
     special: dict[str, str] = {}
     for number in range(16):

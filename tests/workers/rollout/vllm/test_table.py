@@ -12,9 +12,9 @@ from tests.workers.rollout.vllm.table import try_vllm
 
 RESULTS: dict[str, list[str] | None] = json.loads((ROOT / "docs/data/models.json").read_text())
 TRIED = [case for case, row in RESULTS.items() if row and len(row) > 5]
-FAST = ("olmo", "qwen3_next", "cohere2", "ministral3")
+FAST = ("olmo", "qwen3_next", "cohere2", "ministral3", "idefics2")
 """A class that vLLM runs by the code of transformers, one that is rejected on CPUs, two whose
-configuration is translated for vLLM."""
+configuration is translated for vLLM, and one whose processor needs its tokenizer."""
 
 
 def check(case: str, folder: Path) -> None:
