@@ -11,7 +11,8 @@ The script prints a line for every example, and how many have each outcome, by w
 - translated: every training in it becomes a command that composes here; for verl, its sizes, rates,
   losses and lengths equal those that verl's Hydra composes from the same arguments, and bash
   can read what is printed;
-- starts: with --start, the translated commands also pass their rehearsal;
+- starts: with --start, the translated commands also pass their rehearsal (a script whose settings
+  are left to the user is not rehearsed);
 - stops: with --start, `check` or the rehearsal rejects a command, for the reason in the line;
 - rejected: `verl-like migrate` rejects it, for the reason in the line;
 - not recognized: it has no training that `verl-like migrate` recognizes;
@@ -139,7 +140,7 @@ def count(folder: Path, only: str, stand_ins: Path | None) -> None:
             os.chdir((folder / name).parent if system == "openrlhf" else folder)
             kind, words, done = outcome(system, source)
             need = needs(name, source, done)
-            if stand_ins and kind == "translated":
+            if stand_ins and kind == "translated" and need != "own code":
                 kind, words = started(done, folder, stand_ins)
             counts[need, kind] += 1
             print(f"{kind:15} {need:10} {name}: {words}", flush=True)
