@@ -100,13 +100,13 @@ def sample_tokens(
         at_once *= UNFILTERED_ON_GPU  # launching many small kernels would take longer than they run
     num_rows = max(1, at_once // logits.shape[1])
     sample = _compiled_sampling() if fused and not sampling.filters else _sample_rows
+    if len(logits) <= num_rows:
+        return sample(logits, noise, sampling, positions)
     results = []
-    for first in range(0, max(len(logits), 1), num_rows):
+    for first in range(0, len(logits), num_rows):
         rows = slice(first, first + num_rows)
         place = None if positions is None else positions[rows]
         results.append(sample(logits[rows], noise[rows], sampling, place))
-    if len(results) == 1:
-        return results[0]
     chosen_tokens, chosen_log_probs = zip(*results, strict=True)
     return torch.cat(chosen_tokens), torch.cat(chosen_log_probs)
 
