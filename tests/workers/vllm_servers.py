@@ -38,7 +38,7 @@ class SlowExtension(WorkerExtension):
 
     def install_sampler(self) -> list[str]:
         methods = super().install_sampler()
-        sampler = self.model_runner.sampler
+        sampler = self.sampler
         draw = NoiseSampler.forward
 
         def draw_slowly(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,6 @@ class StandIn(WorkerExtension):
             "dtype": "float32",
             "quantization": None,
             "async_scheduling": False,
-            "takes_our_sampler": True,
             "max_model_len": limits.prompt_width + limits.response_width,
         }
         self.weights: dict[str, torch.Tensor] = {}

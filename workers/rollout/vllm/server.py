@@ -88,7 +88,6 @@ class VllmServer:
             "dtype": settings.dtype,
             "quantization": None,
             "async_scheduling": False,
-            "takes_our_sampler": True,
         }
         wrong = [
             f"{name} {actual[name]} instead of {value}"

@@ -4,14 +4,15 @@ vLLM gets `WorkerExtension` as its `worker_extension_cls`, and the engine calls 
 `collective_rpc`. `NoiseSampler` replaces the sampler of the model runner. It samples as the native
 engine does: with noise keyed by the sample, for all requests at once, and with log-probs before any
 truncation. (vLLM's sampler has one generator per request, which is ten times slower, and log-probs
-after truncation.)
+after truncation.) vLLM has two model runners, V1 and V2 (`VLLM_USE_V2_MODEL_RUNNER`), whose
+samplers differ.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -51,9 +52,20 @@ class NoiseSampler(nn.Module):
         self.log_probs, self.versions = torch.zeros(0, 0, 0), torch.zeros(0, 0)
         self._arriving: list[_StepLogProbs] = []
         """Steps whose log-probs are not yet in the tables, oldest first."""
-        self._batch_noise = _BatchNoise.of([], {}, torch.device("cpu"))
+        self._batch_noise = _BatchNoise.of([], [], torch.device("cpu"))
+        self._params: dict[int, Any] = {}
+        """V2: vLLM's parameters of the requests, by their place in its state."""
         self.choices: ExpertChoices | None = None
         self.choice_dtype = torch.uint8
+
+    def install(self) -> None:
+        """Replace V1's sampler, or the draws of V2's sampler."""
+        if hasattr(self.runner, "input_batch"):
+            self.runner.sampler = self
+            return
+        sampler: Any = self.original
+        self._add_request, self._sample = sampler.add_request, sampler.sample
+        sampler.add_request, sampler.sample = self.add_request, self.sample
 
     def begin(self, sampling: SamplingParams, num_rows: int) -> None:
         """Prepare tables for `num_rows` requests; existing contents stay.
@@ -71,10 +83,9 @@ class NoiseSampler(nn.Module):
         self.sampling = sampling
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample the next token of every row of the runner's batch.
+        """V1: sample the next token of every row of the runner's batch.
 
-        Outside our generations, use vLLM's sampler. Only the recording of expert choices waits for
-        the results of this step; the device may be one step behind.
+        Outside our generations, use vLLM's sampler.
         """
         if self.sampling is None:
             return self.original(logits, sampling_metadata, *args, **kwargs)
@@ -82,10 +93,52 @@ class NoiseSampler(nn.Module):
 
         batch, count = self.runner.input_batch, len(logits)
         names = batch.req_ids[:count]
-        if names != self._batch_noise.names:
-            self._batch_noise = _BatchNoise.of(names, self.runner.requests, logits.device)
-        batch_noise = self._batch_noise
+        params = (self.runner.requests[name].sampling_params for name in names)
         num_sampled = batch.num_tokens_no_spec[:count] - batch.num_prompt_tokens[:count]
+        tokens = self._draw(logits, names, params, num_sampled)
+        return SamplerOutput(
+            sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
+        )
+
+    def add_request(self, index: int, params: Any) -> None:
+        """V2: note the parameters of a new request, and pass them on."""
+        self._params[index] = params
+        self._add_request(index, params)
+
+    def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """V2: sample the next token of every request; return the logits, too.
+
+        vLLM ignores the token of a request of which it has not read all tokens; so do the tables.
+        """
+        if self.sampling is None:
+            sampled: tuple[Tensor, Tensor] = self._sample(logits, *args, **kwargs)
+            return sampled
+        _, _, indices, _, _, _, lengths, *_ = args
+        states = self.runner.req_states
+        names = [states.index_to_req_id[index] for index in indices.tolist()]
+        params = (self._params[index] for index in indices.tolist())
+        num_sampled = lengths[: len(names)] - states.prompt_len.np[indices]
+        num_sampled[lengths[: len(names)] < states.prefill_len.np[indices]] = (
+            self.sampling.max_tokens
+        )
+        return self._draw(logits, names, params, num_sampled), logits
+
+    def _draw(
+        self,
+        logits: Tensor,
+        names: list[str],
+        params: Iterable[Any],
+        num_sampled: NDArray[np.integer[Any]],
+    ) -> Tensor:
+        """Sample a token for every request, which has `num_sampled` tokens since its submission.
+
+        Only the recording of expert choices waits for the results of this step; the device may be
+        one step behind.
+        """
+        assert self.sampling is not None
+        if names != self._batch_noise.names:
+            self._batch_noise = _BatchNoise.of(names, params, logits.device)
+        batch_noise = self._batch_noise
         steps = batch_noise.made_before + num_sampled
         positions = to_device(torch.from_numpy(steps), logits.device)
         noise = uniforms_of(batch_noise.keys, positions)
@@ -100,9 +153,7 @@ class NoiseSampler(nn.Module):
             self.write_pending(STEPS_BEHIND)
         if self.choices is not None:
             self.choices.end_pass(batch_noise.rows.tolist(), self.choice_dtype)
-        return SamplerOutput(
-            sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1), logprobs_tensors=None
-        )
+        return tokens
 
     def write_pending(self, num_steps: int | None = None) -> None:
         """Write pending steps into the tables: the first `num_steps`, or all."""
@@ -130,8 +181,8 @@ class _BatchNoise:
     """The requests' noise keys on the device, as int64 with the same bits."""
 
     @classmethod
-    def of(cls, names: list[str], requests: Any, device: torch.device) -> _BatchNoise:
-        extra_args = [requests[name].sampling_params.extra_args for name in names]
+    def of(cls, names: list[str], params: Iterable[Any], device: torch.device) -> _BatchNoise:
+        extra_args = [each.extra_args for each in params]
         rows = np.array([arguments["row"] for arguments in extra_args], dtype=np.int64)
         before = np.array([arguments["made"] for arguments in extra_args], dtype=np.int64)
         keys = np.array([arguments["key"] for arguments in extra_args], dtype=np.uint64).view(
@@ -169,6 +220,8 @@ class WorkerExtension:
     vllm_config: Any
     rank: int
     device: torch.device
+    sampler: Any = None
+    """Our `NoiseSampler`, once it is installed."""
     _links: Connections | None = None
     _loose: dict[str, Tensor]
     _arrivals: Arrivals
@@ -191,14 +244,14 @@ class WorkerExtension:
             "dtype": str(model.dtype).removeprefix("torch."),
             "quantization": model.quantization,
             "async_scheduling": self.vllm_config.scheduler_config.async_scheduling,
-            "takes_our_sampler": hasattr(self.model_runner, "input_batch"),
             "max_model_len": model.max_model_len,
         }
 
     def install_sampler(self) -> list[str]:
         """Replace vLLM's sampler; return the class names of the layers' quantization methods."""
-        if not isinstance(self.model_runner.sampler, NoiseSampler):
-            self.model_runner.sampler = NoiseSampler(self.model_runner, self.model_runner.sampler)
+        if self.sampler is None:
+            self.sampler = NoiseSampler(self.model_runner, self.model_runner.sampler)
+            self.sampler.install()
             watch_processing(self.model_runner.model, self._process)
             restore_classes(self.model_runner.model)
         layers = self.model_runner.model.modules()
@@ -207,34 +260,34 @@ class WorkerExtension:
 
     def note_choices(self, dtype: str) -> None:
         """Record expert choices from now on, in this dtype."""
-        sampler = self.model_runner.sampler
+        sampler = self.sampler
         sampler.choices = ExpertChoices(self.model_runner)
         sampler.choice_dtype = getattr(torch, dtype)
 
     def choices_for(self, rows: list[int]) -> list[Tensor | None]:
         """Return the expert choices of these requests, which have ended."""
-        return [self.model_runner.sampler.choices.take(row) for row in rows]
+        return [self.sampler.choices.take(row) for row in rows]
 
     def use_version(self, version: int) -> None:
         """Label tokens that are sampled from now on with this version."""
-        self.model_runner.sampler.version = version
+        self.sampler.version = version
 
     def begin_requests(self, sampling: dict[str, Any], num_rows: int) -> None:
         """Prepare the sampler for requests, with `num_rows` rows in the tables."""
-        self.model_runner.sampler.begin(SamplingParams(**sampling), num_rows)
+        self.sampler.begin(SamplingParams(**sampling), num_rows)
 
     def sampled_for(self, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Return log-probs [rows, max tokens + 1, kinds] and versions [rows, max tokens + 1].
 
         The last column has no meaning (see `NoiseSampler.begin`).
         """
-        sampler = self.model_runner.sampler
+        sampler = self.sampler
         sampler.write_pending()
         return sampler.log_probs[rows], sampler.versions[rows]
 
     def end_requests(self) -> None:
         """Go back to vLLM's sampler after the last request."""
-        self.model_runner.sampler.sampling = None
+        self.sampler.sampling = None
 
     def save_loose_tensors(self) -> None:
         """Save tensors that loads may not restore, before a sleep of level 2 drops them."""
@@ -402,8 +455,7 @@ class ExpertChoices:
     """Records the experts that routers choose for every token of the running requests.
 
     During a pass they are recorded by layer, and at its end by the request's row in the tables.
-    vLLM's own feature (`enable_return_routed_experts`) needs its second model runner, which does
-    not support our sampler. The routers' callback, used here, works with both runners.
+    vLLM's own feature (`enable_return_routed_experts`) needs V2, this one V1.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -411,6 +463,11 @@ class ExpertChoices:
         from vllm.model_executor.layers.fused_moe.layer import MoERunner
         from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 
+        if not hasattr(runner, "input_batch"):
+            raise ConfigError(
+                "rollout: the choices of experts are recorded only with vLLM's first model runner. "
+                "Leave out VLLM_USE_V2_MODEL_RUNNER or actor_rollout_ref.actor.router_replay."
+            )
         self.runner = runner
         self._pass: dict[int, Tensor] = {}
         self._kept: dict[int, Tensor] = {}

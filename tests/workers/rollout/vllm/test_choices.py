@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from torch import Tensor
 from tests.workers.distributed import run
 from tests.workers.rollout.vllm.test_experts import save_model
 from tests.workers.rollout_engines import make_prompts, requests_of, settings
+from verl_like.errors import ConfigError
 from workers.models.routing import Routers
 from workers.models.state import named_state
 from workers.rollout.base import EngineLimits
+from workers.rollout.vllm.worker import ExpertChoices
 
 
 def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
@@ -61,3 +64,9 @@ def test_experts_of_every_token_equal_those_of_a_pass_over_the_row(
     assert len(choices) >= 9
     for ours, theirs in choices:
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.vllm
+def test_the_second_model_runner_records_no_experts() -> None:
+    with pytest.raises(ConfigError, match="Leave out VLLM_USE_V2_MODEL_RUNNER or .*router_replay"):
+        ExpertChoices(SimpleNamespace())
