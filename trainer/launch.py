@@ -30,7 +30,6 @@ from trainer.loop import Loop, Trainer
 from trainer.memory import UNKNOWN, describe_axes, role_models
 from trainer.observers.active import active_observers, end_of_run
 from trainer.record import Run
-from trainer.report.page import close_run
 from trainer.restarts import LOSSES, Restarts, restart_groups
 from trainer.run_folder.folder import MODEL, note_start, open_run_folder
 from trainer.run_folder.lock import FolderLock
@@ -81,6 +80,8 @@ def run_steps(
 
     `observers` follow those of every run. `shorten` changes the trainer's inputs.
     """
+    from trainer.report.page import close_run  # a tool, which the core does not need
+
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
 
     with ExitStack() as at_end:

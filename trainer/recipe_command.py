@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 
-from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
 from trainer.config.compose import compose_tree, known_settings, left_out_of, load_config
 from trainer.config.devices import devices_of
 from trainer.config.key_errors import unknown_key
@@ -249,6 +248,8 @@ def run_jobs(
 
     trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
     if len(trained) > 1:
+        from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
+
         runs = read_runs(trained)
         page = write_comparison(runs, trained[0].parent / PAGE)
         print("", comparison_text(runs, width), "", f"comparison: {page}", sep="\n", flush=True)

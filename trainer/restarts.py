@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from trainer.report.accounts import RESTARTS_FILE, describe_lost_steps
 from trainer.run_folder.folder import committed
 from trainer.run_folder.signals import StopSignals
 from verl_like.calls.diagnose import Deadlines, WaitClock
@@ -48,6 +47,7 @@ TURN_S = 60.0
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound=RunConfig)
+RESTARTS_FILE = "restarts.jsonl"
 
 
 class Restarts:
@@ -249,3 +249,10 @@ def wait_for_room(
                 ) from None
             clock.warn_if_old(partial("a node ({})".format, str(error).rstrip(".")))
         look_again()
+
+
+def describe_lost_steps(num_steps: int) -> str:
+    """Describe how many finished steps a restart lost."""
+    if num_steps == 0:
+        return "no finished step is lost"
+    return f"{num_steps} finished step{'s' * (num_steps > 1)} repeated"

@@ -146,6 +146,8 @@ tokens.
 """
 PLAYERS = "players"
 """Column with the names of the players of each row's environment."""
+ENVIRONMENT = "environment"
+"""Column of the data that names a row's environment, if a run has several environments."""
 NAMED = ("uid", "sample_index")
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 SEQUENCES = (*TOKENS, "responses", "response_mask", IMAGES, *NAMED)

@@ -20,9 +20,9 @@ from trainer.config.flat import NAMES_OF_A_RUN
 from trainer.report import figures
 from trainer.report.figures import COLORS, Panel, panels_of
 from trainer.report.page import page_of
-from trainer.report.read import STOPPED, RunData, metric_names, phase_shares, read_run
+from trainer.report.read import STOPPED, RunData, phase_shares, read_run
 from trainer.run_folder.folder import CONFIG_FILE, saved_config
-from trainer.run_folder.metrics import KL_NAMES
+from trainer.run_folder.metrics import KL_NAMES, metric_names
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.terminal import draw_table, fit

@@ -28,8 +28,7 @@ from trainer.data.prompt_table import read_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
-from workers.agents.host import COLUMN
-from workers.columns import IMAGES, PLAYERS
+from workers.columns import ENVIRONMENT, IMAGES, PLAYERS
 from workers.config import has_environment
 from workers.models.folder import UNREADABLE
 from workers.models.tokenizers import check_template
@@ -232,7 +231,7 @@ class PromptLoader:
         self._num_batches: int = len(self.prompts) // self._config.train_batch_size
         shares = config.environment.shares if has_environment(config) else {}
         if shares:
-            self._order = order_by_share(self.prompts.texts(COLUMN), shares, config.data, seed)
+            self._order = order_by_share(self.prompts.texts(ENVIRONMENT), shares, config.data, seed)
             self._num_batches = len(self._order(0)) // self._config.train_batch_size
         else:
             self._order = epoch_order(config.data, seed, len(self.prompts))

@@ -6,7 +6,6 @@ every step, and alarms are logged. An alarm that persists is logged again after 
 
 PPO's rules watch skipped updates, the entropy, scores that are all 0, the KL, and the gap between
 rollout and trainer.
-Where the run's summary has a threshold (`trainer.report.summary`), they use it.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.report.summary import ENTROPY_LEFT, KL_JUMP
-
 FIRST_REPEAT = 10
 """Number of steps after which an alarm that persists is logged again."""
+ENTROPY_LEFT, KL_JUMP = 0.05, 0.2
+"""Limits of PPO's rules and of the run's summary: a fraction of the first entropy, and nats."""
 logger = logging.getLogger(__name__)
 AlarmTexts = Iterator[tuple[str, str]]
 """Yields (kind of alarm, text). While a kind persists, its texts are logged less and less often."""

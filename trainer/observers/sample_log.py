@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.report.accounts import LEFT_OUT, SAMPLED, TRAINED
+from trainer.run_folder.metrics import LEFT_OUT, SAMPLED, TRAINED
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError
 from workers.columns import count_ones

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks import check_ranks
 from trainer.config.devices import devices_of
@@ -26,7 +26,6 @@ from verl_like.batch.protocol import DataProto
 from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
-from workers.agents.host import Kind
 from workers.config import critic_optim, is_actors_module, tokens_per_pass
 from workers.config.conditions import has_only_teacher, has_teacher
 from workers.losses.correction import RolloutCorrection
@@ -36,6 +35,9 @@ from workers.models.quantize import check_device
 from workers.rollout.build import check_quantization
 from workers.rollout.sampling import check_sampling
 from workers.training.schedules import check_optim
+
+if TYPE_CHECKING:
+    from workers.agents.host import Kind
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"

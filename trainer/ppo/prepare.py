@@ -24,7 +24,7 @@ from trainer.ppo.sizes import rows_of
 from trainer.ppo.update import make_ptx_loader
 from trainer.rollouts import preflight
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
-from workers.config import critic_optim, replays_routing, scores_by_rule
+from workers.config import critic_optim, has_environment, replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.models.quantize import check_quantizable
 from workers.models.tokenizers import check_same_tokenizer, set_template_variables
@@ -47,11 +47,16 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
 
     tokenizer = load_tokenizer(config.actor_rollout_ref.model.path)
     set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-    kinds = preflight.check_environment(config, tokenizer)
-    check_players(config, kinds.values())
+    kinds = {}
+    if has_environment(config):
+        from trainer.rollouts import environments
+
+        kinds = environments.check_environment(config, tokenizer)
+        check_players(config, kinds.values())
     loader = PromptLoader(config, tokenizer, scores_by_rule(config), config.steps_per_batch)
-    preflight.check_row_columns(kinds, loader.prompts.columns)
-    preflight.note_players(kinds, loader.prompts, loader.validation)
+    if kinds:
+        environments.check_row_columns(kinds, loader.prompts.columns)
+        environments.note_players(kinds, loader.prompts, loader.validation)
     preflight.note_images(config, loader.prompts, loader.validation)
     preflight.check_images(config, loader.has_images)
     rewards = make_rewards(config, tokenizer, loader)

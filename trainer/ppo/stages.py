@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.devices import devices_of
-from trainer.data.lm_rows import LMRow
-from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
 from trainer.observers.alarms import ALARM_RULES
@@ -44,6 +42,10 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import CallResult
 from workers.rewards.weighted import Rewards
+
+if TYPE_CHECKING:
+    from trainer.data.lm_rows import LMRow
+    from trainer.data.loader import RowLoader
 
 
 class PPOTrainer(Trainer):

@@ -14,12 +14,11 @@ import logging
 import math
 import random
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainer.data.files import row_limit
-from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
 from trainer.data.loader import RowLoader
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import in_order_of_names
@@ -32,6 +31,9 @@ from workers.columns import (
 )
 from workers.config import ActorConfig
 from workers.losses.registry import get_policy_loss, traits_of
+
+if TYPE_CHECKING:
+    from trainer.data.lm_rows import LMRow
 
 logger = logging.getLogger(__name__)
 LARGEST_ERROR = 1.0
@@ -73,6 +75,8 @@ def make_ptx_loader(config: PPOConfig, tokenizer: Any) -> RowLoader[LMRow] | Non
     """Return the loader of `ptx.train_files`, or None if there are no such files."""
     if not config.ptx.train_files:
         return None
+    from trainer.data.lm_rows import lm_batch, read_lm_rows
+
     rows = read_lm_rows(
         "ptx.train_files",
         config.ptx.train_files,

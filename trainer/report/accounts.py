@@ -8,16 +8,14 @@ excluded for a reason.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.restarts import RESTARTS_FILE, describe_lost_steps
+from trainer.run_folder.metrics import LEFT_OUT, TRAINED, MetricLines
 from verl_like.files import json_objects, parse_json
 from verl_like.terminal import draw_table
-
-SAMPLED, TRAINED = "training/num_sampled_tokens", "training/num_trained_tokens"
-LEFT_OUT = "training/num_excluded_tokens/"
-"""Prefix of a metric's name, followed by the reason."""
 
 
 def tokens_of(lines: Iterable[Mapping[str, float]]) -> tuple[int, Counter[str]]:
@@ -55,7 +53,6 @@ ACCOUNT = {
 MOST_GENERATORS = 16
 """The most rows for generators."""
 PREFIX = "async/"
-MetricLines = Sequence[Mapping[str, float]]
 
 
 def read_ledger(folder: Path, notes: list[str]) -> list[list[str]]:
@@ -112,9 +109,6 @@ def describe_log(log: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"  tokens: {describe_tokens(**log['tokens'])}"])
 
 
-RESTARTS_FILE = "restarts.jsonl"
-
-
 def describe_restarts(folder: Path) -> list[str]:
     """Describe the restarts and the affected samples in one line; none without restarts."""
     lines, _ = json_objects(folder / RESTARTS_FILE)
@@ -132,10 +126,3 @@ def describe_restarts(folder: Path) -> list[str]:
     if num_kept + again:
         samples = f"; samples of lost groups: {num_kept} kept, {again} regenerated"
     return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}"]
-
-
-def describe_lost_steps(num_steps: int) -> str:
-    """Describe how many finished steps a restart lost."""
-    if num_steps == 0:
-        return "no finished step is lost"
-    return f"{num_steps} finished step{'s' * (num_steps > 1)} repeated"

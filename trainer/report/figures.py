@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from trainer.report.calls import TracedCall, pools_at_work
-from trainer.report.read import MetricLines, metric_names, series, spread
 from trainer.report.trajectories import FAILED, NO_SUCCESS, PARTIAL, SUCCESS
+from trainer.run_folder.metrics import MetricLines, metric_names, series, spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

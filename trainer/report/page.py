@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.report import figures as report_figures
-from trainer.report.accounts import SAMPLED, describe_tokens, seconds_by_role, tokens_of
+from trainer.report.accounts import describe_tokens, seconds_by_role, tokens_of
 from trainer.report.calls import last_steps, overlap_share, without_pauses
 from trainer.report.read import (
     FAILURE_FILE,
@@ -25,6 +25,8 @@ from trainer.report.read import (
 )
 from trainer.report.summary import summary
 from trainer.report.trajectories import LONGEST_TURN, MOST_TURNS, SECONDS, TRAJECTORIES_PER_STEP
+from trainer.run_folder.folder import REPORT_FILE
+from trainer.run_folder.metrics import SAMPLED
 from verl_like.files import write_whole
 from verl_like.masking import mask_text
 from verl_like.terminal import fit, terminal_width
@@ -32,7 +34,6 @@ from verl_like.terminal import fit, terminal_width
 if TYPE_CHECKING:
     from jinja2 import Template
 
-REPORT_FILE = "report.html"
 TEMPLATE = Path(__file__).with_name("template.html")
 GANTT_STEPS = 3
 

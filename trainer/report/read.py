@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +18,17 @@ from trainer.report.trajectories import (
     shorten,
     trajectory_of,
 )
+from trainer.run_folder.metrics import (
+    MetricLines,
+    is_number,
+    read_lines,
+    read_metrics,
+    series,
+    spread,
+)
 from verl_like.errors import ConfigError
 from verl_like.files import json_objects
 
-MetricLines = Sequence[Mapping[str, float]]
-"""A line for each step."""
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
 """Beginning of the failure text of a run that was stopped by a signal."""
@@ -63,10 +68,6 @@ class RunStart:
     versions: str
 
 
-COUNTED = ("step", "timing_s/", "perf/", "training/", "async/")
-"""Prefixes of metrics that a run counts or times."""
-
-
 @dataclass(frozen=True)
 class RunData:
     """All data of the report; `notes` lists what could not be read."""
@@ -91,17 +92,6 @@ class RunData:
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Return (steps, values) of a metric, from the lines that have it."""
         return series(self.metrics, name)
-
-
-def series(metrics: MetricLines, name: str) -> tuple[list[float], list[float]]:
-    """Return (steps, values) of a metric, from the lines that have it."""
-    lines = [line for line in metrics if name in line]
-    return [line["step"] for line in lines], [line[name] for line in lines]
-
-
-def metric_names(metrics: MetricLines) -> list[str]:
-    """Return the names of all metrics, in the order in which the steps have them."""
-    return list(dict.fromkeys(name for line in metrics for name in line))
 
 
 def read_run(folder: str | Path) -> RunData:
@@ -146,7 +136,7 @@ def _read_text(path: Path) -> str:
 
 def _read_starts(path: Path, notes: list[str]) -> list[RunStart]:
     """Return the first and the last starts of the run, if they were recorded."""
-    rows = _read_lines(path, notes) if path.is_file() else []
+    rows = read_lines(path, notes) if path.is_file() else []
     starts = []
     for row in spread(rows, SHOWN_STARTS):
         versions = row.get("versions")
@@ -157,49 +147,12 @@ def _read_starts(path: Path, notes: list[str]) -> list[RunStart]:
     return starts
 
 
-def _read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Return the JSON objects of a file, line by line; broken lines are noted and left out."""
-    if not path.is_file():
-        notes.append(f"{path.name} is missing.")
-        return []
-    rows, broken = json_objects(path)
-    if broken:
-        notes.append(
-            f"{path.name}: {broken} of {broken + len(rows)} lines are incomplete and are left out."
-        )
-    return rows
-
-
-def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
-    """Return the metrics of every step."""
-    rows = [
-        {name: v for name, v in row.items() if _is_number(v) and not _is_odd(name, v)}
-        for row in _read_lines(path, notes)
-    ]
-    steps = [row for row in rows if "step" in row]
-    if len(steps) < len(rows):
-        notes.append(
-            f"{path.name}: {len(rows) - len(steps)} of {len(rows)} lines have no step and are "
-            "left out."
-        )
-    return steps
-
-
-def _is_odd(name: str, value: float) -> bool:
-    """Return whether a count or a time is nan or infinite, which only a changed file has."""
-    return name.startswith(COUNTED) and not math.isfinite(value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
     """Return samples of some steps, first and last included, with the best and worst of each."""
     samples = []
     thumbnails = Thumbnails()
     for path in spread(_sample_files(folder), SAMPLED_STEPS):
-        rows = _read_lines(path, notes)
+        rows = read_lines(path, notes)
         rows.sort(key=_score_of, reverse=True)
         has_turns = any("turns" in row for row in rows)
         for row in spread(rows, TRAJECTORIES_PER_STEP if has_turns else SAMPLES_PER_STEP):
@@ -219,7 +172,7 @@ def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
 
 
 def _score_of(row: Mapping[str, Any]) -> float:
-    return float(row["score"]) if _is_number(row.get("score")) else 0.0
+    return float(row["score"]) if is_number(row.get("score")) else 0.0
 
 
 def _sample_files(folder: Path) -> list[Path]:
@@ -246,13 +199,6 @@ def _parts(row: Mapping[str, Any]) -> Iterator[str]:
 
 def _shorten(text: Any) -> str:
     return shorten(text, LONGEST_TEXT)
-
-
-def spread(items: Sequence[Any], limit: int) -> list[Any]:
-    """Return at most `limit` of the items, evenly spaced from the first to the last."""
-    if len(items) <= limit:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]
 
 
 def phase_shares(metrics: MetricLines, stages: Sequence[str]) -> list[tuple[str, float, float]]:

@@ -10,13 +10,14 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
 
+from trainer.observers.alarms import ENTROPY_LEFT, KL_JUMP
 from trainer.report.accounts import describe_restarts
-from trainer.report.read import RunData, metric_names, phase_shares
+from trainer.report.read import RunData, phase_shares
 from trainer.report.trajectories import SECONDS
+from trainer.run_folder.metrics import metric_names
 
-ENTROPY_LEFT, CUT_ANSWERS, CLIPPED, KL_JUMP, FAILED_CALLS = 0.05, 0.3, 0.2, 0.2, 0.3
-"""The limits: fractions of the first entropy, of responses and of tokens, a KL in nats, and a
-fraction of tool calls."""
+CUT_ANSWERS, CLIPPED, FAILED_CALLS = 0.3, 0.2, 0.3
+"""The limits besides those of alarms: fractions of responses, of tokens, and of tool calls."""
 FEWEST_STEPS = 5
 """A shorter run cannot show whether it learns."""
 BIGGEST_PHASES = 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +10,15 @@ from trainer.data.files import is_num_prompts
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.data.prompts import PromptSet
 from trainer.groups.nodes import joined_cluster
-from verl_like.config_key import changed
-from verl_like.errors import ConfigError, nearest
+from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from verl_like.registry import check_file
-from workers.agents.chat import TurnRenderer
-from workers.agents.host import COLUMN, EnvironmentHost, Kind, name_of
-from workers.agents.load_environment import in_full
-from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.config import has_environment, rewards_of
-from workers.models.folder import factor_border, model_folder, read_hf_config
+from workers.models.folder import model_folder
 from workers.models.load import check_score_head, check_weights
 from workers.models.precision import name_of as dtype_name
 from workers.models.precision import rollout_dtype
 from workers.rollout.build import engine_for, user_engine
-from workers.rollout.vllm import setup
-from workers.training.packing import SPLITS
 
 
 def check_model(config: Any, key: str, path: str, may_be_random: bool = True) -> None:
@@ -82,11 +73,15 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
     # the versions on other machines are not known
     elsewhere = joined_cluster(config) or config.trainer.simulate or rollout.server_urls
     if rollout.name == "vllm" and not elsewhere:
-        setup.check_version(devices_of(config.trainer).type)
+        from workers.rollout.vllm.setup import check_version
+
+        check_version(devices_of(config.trainer).type)
 
 
 def check_vllm(config: Any, reads_images: bool) -> None:
     """Reject a policy that vLLM starts, but whose log-probs it cannot compute."""
+    from workers.rollout.vllm import setup
+
     policy, device_type = config.actor_rollout_ref, devices_of(config.trainer).type
     dtype = dtype_name(rollout_dtype(policy, device_type))
     folder = model_folder(policy.model.path, weights=False)
@@ -118,47 +113,6 @@ def sampling_code(config: Any) -> list[str]:
     return code
 
 
-def check_environment(config: Any, tokenizer: Any) -> dict[str, Kind]:
-    """Reject invalid environment code, or a chat template that does not allow several turns.
-
-    Return each environment's `Kind` by name.
-    """
-    if not has_environment(config):
-        return {}
-    section = with_full_paths(config).environment
-    if section.path and section.paths:
-        raise ConfigError(
-            "environment.path and environment.paths are both set. Leave out one of them."
-        )
-    section.check_by_name()
-    longest = config.data.max_prompt_length
-    for name in ("", *section.by_name):
-        most = section.of(name).max_tokens_per_segment
-        if most is not None and most <= longest:
-            raise ConfigError(
-                f"environment.max_tokens_per_segment={most}{f' of {name}' * bool(name)} leaves no "
-                f"tokens after a prompt of data.max_prompt_length={longest}. Raise the first key, "
-                "or lower the second one."
-            )
-    if section.history_tokens == "retokenized":
-        folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
-        if factor_border(read_hf_config(folder)) is not None:
-            raise ConfigError(SPLITS)
-    with closing(EnvironmentHost(spec_of(section, tokenizer), section.step_timeout_s)) as host:
-        for kind in host.kinds.values():
-            TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])
-        return host.kinds
-
-
-def note_players(kinds: Mapping[str, Kind], *prompt_sets: PromptSet | None) -> None:
-    """Tell the prompt sets the players of every row, if environments have several players."""
-    if not any(kind.players for kind in kinds.values()):
-        return
-    for prompts in prompt_sets:
-        if prompts is not None:
-            prompts.players_of = lambda row: kinds[name_of(kinds, row)].players
-
-
 def note_images(config: Any, *prompt_sets: PromptSet | None) -> None:
     """Tell the prompt sets if environments may add images to their rows."""
     for prompts in prompt_sets:
@@ -167,21 +121,12 @@ def note_images(config: Any, *prompt_sets: PromptSet | None) -> None:
 
 
 def with_full_paths(config: Any) -> Any:
-    """Make the paths of environment files absolute in the configuration.
-
-    This is needed because workers may run in another folder.
-    """
+    """Make the paths of environment files absolute, because workers may run in another folder."""
     if not has_environment(config):
         return config
-    section = config.environment
-    paths = {
-        "environment.path": in_full(section.path) if section.path else "",
-        "environment.paths": {name: in_full(path) for name, path in section.paths.items()},
-        "environment.tools": [in_full(path) for path in section.tools],
-        "environment.tool_call_parser": section.tool_call_parser
-        and in_full(section.tool_call_parser),
-    }
-    return changed(config, paths)
+    from trainer.rollouts.environments import full_paths
+
+    return full_paths(config)
 
 
 def check_promptless_rows(config: Any) -> None:
@@ -192,22 +137,4 @@ def check_promptless_rows(config: Any) -> None:
             raise ConfigError(
                 f"data.{setting}={files} is a number of prompts, but there is no "
                 f"environment that makes them. Set environment=FILE.py:CLASS, or name a file."
-            )
-
-
-def check_row_columns(kinds: Mapping[str, Kind], data_columns: Collection[str]) -> None:
-    """Reject data that lacks a column which an environment's `reset` needs."""
-    columns = {*data_columns, *OWN_COLUMNS}
-    if kinds and "" not in kinds and COLUMN not in columns:
-        raise ConfigError(
-            "environment.paths is set, but the rows of data.train_files have no column "
-            f"{COLUMN!r} that names one of {', '.join(kinds)}."
-        )
-    for label, name in ((label, name) for label, kind in kinds.items() for name in kind.columns):
-        if name not in columns:
-            raise ConfigError(
-                f"environment{label and f' {label}'}: `reset` has the parameter {name!r}, but the "
-                f"rows of data.train_files have no such column, only {', '.join(sorted(columns))}."
-                f"{nearest(name, [*columns, 'row', 'rng'])} `reset` can also take row (all "
-                "columns) and rng."
             )

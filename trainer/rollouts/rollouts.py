@@ -20,7 +20,6 @@ from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import CallResult
 from verl_like.errors import LostSamplesError
-from workers.agents.players import ROW_COLUMNS
 from workers.columns import read_column, rm_column, select_reads
 from workers.config import has_environment, model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
@@ -81,6 +80,8 @@ class Rollouts:
         """Return the columns that a rollout reads; environments also get the data row's columns."""
         columns = select_reads(batch, self.run.groups[role].roles[role], "generate_sequences")
         if has_environment(self.config):
+            from workers.agents.players import ROW_COLUMNS
+
             rows = [name for name in ROW_COLUMNS if name in batch.non_tensor_batch]
             columns = columns.select().union(batch.select([], rows))
         return columns

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verl_like.batch.protocol import DataProto
-from workers.agents.chat import Message, with_observation
 from workers.chats import texts_of
 from workers.columns import sample_scores, token_rows
 from workers.rewards.environment import trajectory_metrics
 from workers.rewards.manager import decode_rows
 from workers.rewards.outcome import is_success
+
+if TYPE_CHECKING:
+    from workers.agents.chat import Message
 
 TRAJECTORY = "trajectory"
 """Column with each trajectory's data, except its tokens."""
@@ -64,6 +66,8 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
     fields = turn_fields(batch, tokenizer)
     if not fields:
         return [None] * len(batch)
+    from workers.agents.chat import with_observation
+
     chats: list[list[Message] | None] = []
     columns = batch.non_tensor_batch
     rows = zip(columns["raw_prompt"], columns[TRAJECTORY], fields["turns"], strict=True)

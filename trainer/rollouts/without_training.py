@@ -15,7 +15,7 @@ from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles, rollout_arguments
 from trainer.run_folder.metrics import headline
 from verl_like.errors import ConfigError
-from workers.config import scores_by_rule
+from workers.config import has_environment, scores_by_rule
 from workers.models.tokenizers import set_template_variables
 from workers.rewards.weighted import Rewards, make_rewards
 
@@ -58,7 +58,11 @@ class SamplingOnlyTrainer(Trainer):
         preflight.check_rollout(config)
         tokenizer = load_tokenizer(path)
         set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
-        kinds = preflight.check_environment(config, tokenizer)
+        kinds = {}
+        if has_environment(config):
+            from trainer.rollouts import environments
+
+            kinds = environments.check_environment(config, tokenizer)
         prompts = PromptSet(
             config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)
         )
@@ -68,7 +72,8 @@ class SamplingOnlyTrainer(Trainer):
                 way_out = "Fix the malformed rows, which data.on_bad_row=skip leaves out."
             raise ConfigError(f"{prompts.story}: no prompt is left. {way_out}")
         logger.info("%s", prompts.story)
-        preflight.note_players(kinds, prompts)
+        if kinds:
+            environments.note_players(kinds, prompts)
         preflight.note_images(config, prompts)
         preflight.check_images(config, prompts.has_images)
 

@@ -155,6 +155,7 @@ def _reject_other_run(folder: Path, config: RunConfig) -> None:
         )
 
 
+REPORT_FILE = "report.html"
 MODEL = "model"
 """Folder of the final trained model, in the run folder."""
 STEP_FOLDER = r"global_step_(\d+)"

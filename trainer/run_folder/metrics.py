@@ -1,17 +1,29 @@
 """Metrics of a step: their reduction to one number each, the console's headline, and targets.
 
+The functions at the end read `metrics.jsonl`.
+
 `trainer.run_folder.tracking` shows the headline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl_like.errors import BatchError, ConfigError, nearest
+from verl_like.files import json_objects
 
+MetricLines = Sequence[Mapping[str, float]]
+"""A line for each step."""
+COUNTED = ("step", "timing_s/", "perf/", "training/", "async/")
+"""Prefixes of metrics that a run counts or times."""
+SAMPLED, TRAINED = "training/num_sampled_tokens", "training/num_trained_tokens"
+LEFT_OUT = "training/num_excluded_tokens/"
+"""Prefix of a metric's name, followed by the reason."""
 PEAKS = ("perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb")
 
 
@@ -84,3 +96,58 @@ def describe_reached_target(metrics: Mapping[str, float], targets: Mapping[str, 
                 "(trainer.stop_at)"
             )
     return ""
+
+
+def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    """Return the JSON objects of a file, line by line; broken lines are noted and left out."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing.")
+        return []
+    rows, broken = json_objects(path)
+    if broken:
+        notes.append(
+            f"{path.name}: {broken} of {broken + len(rows)} lines are incomplete and are left out."
+        )
+    return rows
+
+
+def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
+    """Return the metrics of every step."""
+    rows = [
+        {name: v for name, v in row.items() if is_number(v) and not _is_odd(name, v)}
+        for row in read_lines(path, notes)
+    ]
+    steps = [row for row in rows if "step" in row]
+    if len(steps) < len(rows):
+        notes.append(
+            f"{path.name}: {len(rows) - len(steps)} of {len(rows)} lines have no step and are "
+            "left out."
+        )
+    return steps
+
+
+def _is_odd(name: str, value: float) -> bool:
+    """Return whether a count or a time is nan or infinite, which only a changed file has."""
+    return name.startswith(COUNTED) and not math.isfinite(value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def series(metrics: MetricLines, name: str) -> tuple[list[float], list[float]]:
+    """Return (steps, values) of a metric, from the lines that have it."""
+    lines = [line for line in metrics if name in line]
+    return [line["step"] for line in lines], [line[name] for line in lines]
+
+
+def metric_names(metrics: MetricLines) -> list[str]:
+    """Return the names of all metrics, in the order in which the steps have them."""
+    return list(dict.fromkeys(name for line in metrics for name in line))
+
+
+def spread(items: Sequence[Any], limit: int) -> list[Any]:
+    """Return at most `limit` of the items, evenly spaced from the first to the last."""
+    if len(items) <= limit:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (limit - 1))] for i in range(limit)]

@@ -11,10 +11,8 @@ from typing import Any
 
 from trainer.config.flat import config_hash
 from trainer.config.schema import RunConfig
-from trainer.report.figures import Panel, curves, panels_of
-from trainer.report.page import REPORT_FILE
-from trainer.report.read import metric_names, read_metrics, series
-from trainer.run_folder.folder import MODEL, committed, marker_of_model
+from trainer.run_folder.folder import MODEL, REPORT_FILE, committed, marker_of_model
+from trainer.run_folder.metrics import metric_names, read_metrics, series
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_objects
 
@@ -72,6 +70,8 @@ class RunResult:
 
     def _watched(self) -> list[tuple[str, list[float]]]:
         """Return the first metric of each figure of the report, with its values."""
+        from trainer.report.figures import panels_of
+
         known = metric_names(self.metrics)
         watched: dict[str, list[float]] = {}
         for panel in panels_of(self.metrics):
@@ -134,6 +134,8 @@ class RunResult:
 
     def plot(self, *names: str) -> Curves:
         """Return the report's curves for a notebook, or those of metrics such as `val-core/*`."""
+        from trainer.report.figures import Panel, curves, panels_of
+
         panels = [Panel(name, "", (name,)) for name in names] or panels_of(self.metrics)
         drawn = {panel.title: curves(self.metrics, panel) for panel in panels}
         known = metric_names(self.metrics)

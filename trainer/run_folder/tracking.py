@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
-from trainer.report.read import spread
+from trainer.run_folder.metrics import spread
 from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
 from verl_like.errors import ConfigError
 from verl_like.files import json_line, json_objects, write_whole

@@ -36,6 +36,7 @@ from verl_like.process.supervisor import END_S, Supervised
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.process import KILL, OPEN, ORDER
 from workers.agents.router import Router
+from workers.columns import ENVIRONMENT
 from workers.rewards.channel import DriverEnd, NoAnswerError
 
 logger = logging.getLogger(__name__)
@@ -83,17 +84,13 @@ class Kind:
     """Names of its trained players; empty if there is only one."""
 
 
-COLUMN = "environment"
-"""Column of the data that names a row's environment, if a run has several environments."""
-
-
 def name_of(kinds: Mapping[str, Kind], row: Mapping[str, Any]) -> str:
     """Return the name of a row's environment; a single environment has the name ""."""
-    name = "" if "" in kinds else str(row.get(COLUMN))
+    name = "" if "" in kinds else str(row.get(ENVIRONMENT))
     if name not in kinds:
         raise ConfigError(
-            f"environment: a row's column {COLUMN!r} is {row.get(COLUMN)!r}, but it must be one of "
-            f"{', '.join(kinds)} (environment.paths).{nearest(name, kinds)}"
+            f"environment: a row's column {ENVIRONMENT!r} is {row.get(ENVIRONMENT)!r}, but it must "
+            f"be one of {', '.join(kinds)} (environment.paths).{nearest(name, kinds)}"
         )
     return name
 

@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import RolloutError
 from workers.agents.chat import TurnRenderer
-from workers.agents.host import COLUMN, LATE, EnvironmentHost, RecordedHost
+from workers.agents.host import LATE, EnvironmentHost, RecordedHost
 from workers.agents.trajectory import Setting, Times, Trajectory, TrajectoryStart, TrajectoryState
+from workers.columns import ENVIRONMENT
 from workers.rollout.base import RolloutEngine, SamplingParams, TakeBudget
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class TurnLoop:
                 if last.start.environment_key == start.environment_key:
                     environment_id = last.environment_id
             self._environments[environment_id] = range(environment_id, number + 1)
-            setting = settings.get(str(start.row.get(COLUMN)), self._setting)
+            setting = settings.get(str(start.row.get(ENVIRONMENT)), self._setting)
             self._trajectories[number] = Trajectory(
                 start, setting, number=number, environment_id=environment_id
             )

@@ -23,9 +23,10 @@ import torch
 from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation, with_refs
-from workers.agents.host import BROKEN, COLUMN, EnvironmentHost, RecordedHost
+from workers.agents.host import BROKEN, EnvironmentHost, RecordedHost
 from workers.agents.requests import RejectedRequest, overridden, stop_strings
 from workers.chats import images_of
+from workers.columns import ENVIRONMENT
 from workers.models.attention import warn_once
 from workers.rollout.base import RolloutEngine, SamplingParams
 from workers.rollout.sample import LENGTH_LIMIT, CachedStates, Sample
@@ -194,7 +195,7 @@ class Trajectory:
     @property
     def environment_name(self) -> str:
         """The name of its environment, or "" if there is only one."""
-        return str(self.start.row.get(COLUMN)) if self.setting.config.paths else ""
+        return str(self.start.row.get(ENVIRONMENT)) if self.setting.config.paths else ""
 
     @property
     def renderer(self) -> TurnRenderer:

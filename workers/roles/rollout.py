@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,6 @@ from verl_like.calls.dispatch import (
 )
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
-from workers.agents.players import Players, trajectory_columns
-from workers.agents.trajectory import Trajectory
 from workers.columns import IMAGES, NAMED, batch_columns, require
 from workers.config import WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos
@@ -58,6 +56,10 @@ from workers.rollout.vllm.lockstep import in_step
 from workers.weights.channel import SyncReport
 from workers.weights.host_copy import HostCopy
 from workers.weights.receiver import WeightReceiver
+
+if TYPE_CHECKING:
+    from workers.agents.players import Players
+    from workers.agents.trajectory import Trajectory
 
 MESH = "rollout"
 """Name of the dispatch mesh; in it, the ranks of one engine have the same data rank."""
@@ -94,6 +96,8 @@ class RolloutWorker(WeightReceiver, Worker):
         self.copy = HostCopy() if takes_changes else None
         self.players: Players | None = None
         if has_environment(config):
+            from workers.agents.players import Players
+
             tokenizer = tokenizer_of(self.policy.model.path)
             set_template_variables(tokenizer, config.data.apply_chat_template_kwargs)
             self.players = Players(config.environment, tokenizer)
@@ -201,8 +205,7 @@ class RolloutWorker(WeightReceiver, Worker):
     def _batch_of(self, results: Sequence[Sample | Trajectory], num_rows: int) -> DataProto:
         """Return samples or trajectories as a batch of `num_rows` rows, padded at the end."""
         sampling, pad = self._sampling, self._pad
-        played = [result for result in results if isinstance(result, Trajectory)]
-        samples = [r.sample if isinstance(r, Trajectory) else r for r in results]
+        samples = [r if isinstance(r, Sample) else r.sample for r in results]
         samples += [Sample([pad], finish_reason="pad")] * (num_rows - len(samples))
         batch = batch_of(
             samples,
@@ -214,9 +217,12 @@ class RolloutWorker(WeightReceiver, Worker):
         )
         if self.players is None:
             return batch
+        from workers.agents.players import trajectory_columns
+
         if self._has_images:
             images = object_rows([sample.images for sample in samples])
             batch = batch.union(DataProto.from_dict({}, {IMAGES: images}))
+        played = [result for result in results if not isinstance(result, Sample)]
         return batch.union(trajectory_columns(batch, played))
 
     def sampling_of(self, data: DataProto) -> SamplingParams:

@@ -26,7 +26,6 @@ from workers.models.quantize import check_device
 from workers.models.routing import KEY as ROUTING_KEY
 from workers.models.state import set_buffer_dtype
 from workers.rollout.base import EngineLimits, RolloutEngine
-from workers.rollout.vllm.setup import VllmSettings, check_options, check_version
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
@@ -44,6 +43,8 @@ def engine_for(name: str, device_type: str) -> str:
         return name
     if device_type != "cuda":
         return "native"
+    from workers.rollout.vllm.setup import check_version
+
     try:
         check_version("cuda")
     except ConfigError:
@@ -81,7 +82,10 @@ def check_engine(config: WorkersConfig, world_size: int) -> None:
     rollout = config.actor_rollout_ref.rollout
     assert rollout.name != AUTO, "`settle` has chosen the engine"
     user_engine(rollout.name)
-    check_options(rollout.engine_kwargs)
+    if rollout.engine_kwargs:
+        from workers.rollout.vllm.setup import check_options
+
+        check_options(rollout.engine_kwargs)
     urls = rollout.server_urls
     if urls and (len(urls) != world_size or len(set(urls)) != world_size):
         raise ConfigError(
@@ -252,6 +256,7 @@ def _vllm_engine(
 ) -> RolloutEngine:
     from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.lockstep import Lockstep
+    from workers.rollout.vllm.setup import VllmSettings
 
     policy = config.actor_rollout_ref
     options = dict(policy.rollout.engine_kwargs)

@@ -45,6 +45,7 @@ def test_a_result_prints_first_and_last_values_in_ten_lines(tmp_path: Path) -> N
     assert "0 steps in" in repr(RunResult(tmp_path, "", [], None))
 
 
+@pytest.mark.usefixtures("figures")
 def test_a_plot_shows_the_curves_of_the_report_or_of_named_metrics(tmp_path: Path) -> None:
     result = result_of(tmp_path)
     drawn = result.plot()

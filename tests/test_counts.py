@@ -1,0 +1,25 @@
+"""What a PPO run on text imports at once: nothing of agents, reports or comparisons."""
+
+from __future__ import annotations
+
+from tests import ROOT
+from tests.conftest import load
+
+counts = load("tools/counts.py")
+MOST_LINES, MOST_FILES = 31_400, 278
+"""Limits that may only fall. The goal is 23,000 lines in 200 files."""
+NOT_NEEDED = ("trainer/compare", "trainer/replay", "trainer/planner", "workers/agents")
+
+
+def test_a_ppo_run_imports_little_at_once() -> None:
+    imported = counts.closure()
+    assert counts.total(imported) <= MOST_LINES
+    assert len(imported) <= MOST_FILES
+    for path in (str(path.relative_to(ROOT)) for path in imported):
+        if not path.endswith("__init__.py"):
+            assert not path.startswith(NOT_NEEDED), path
+
+
+def test_comments_docstrings_and_blank_lines_are_not_code() -> None:
+    text = '"""Doc."""\n\n# comment\ndef f(\n    x,\n):\n    """Doc.\n\n    More."""\n'
+    assert counts.code_lines(text + '    return """a\nb"""\n') == 5
