@@ -25,6 +25,10 @@ from tests import ROOT
 from tests.fork_server import fork_server, python_of_tests, write_python
 from tests.forked import forked_workers  # noqa: F401 - a fixture of every test
 from tests.forked_ray import ask_for_forks
+from tests.sample_of_cases import (  # noqa: F401 - hooks
+    pytest_addoption,
+    pytest_collection_modifyitems,
+)
 
 # Keep the compiled tests, whatever the environment says: compiling is half of the collection.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

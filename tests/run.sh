@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests. On a machine with only Python, this makes or repairs .venv and installs into it.
-#   bash tests/run.sh                       the fast tests, then those on Ray and whole examples
+#   bash tests/run.sh                       every test, but only some cases of tests with many
+#   bash tests/run.sh all                   every case, as in CI
 #   bash tests/run.sh [pytest arguments]    the tests that they select
 # Tests marked `slow` run only when selected. run_vllm.sh and run_tinker.sh run those marked `vllm`
 # and `tinker`.
@@ -19,13 +20,19 @@ if command -v cc >/dev/null && ! "$py" -c 'import importlib.util as u, sys; sys.
 fi
 
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-if [ $# -gt 0 ]; then
+sample=(--sample "$RANDOM")
+if [ "$*" = all ]; then
+    sample=()
+elif [ $# -gt 0 ]; then
     exec "$py" -m pytest -q "$@"
+else
+    say "a sample of the cases; to repeat it: bash tests/run.sh ${sample[*]} -n 4"
 fi
 # Four processes for two cores, since some wait for their children: three left a tenth of the time
 # unused.
-"$py" -m pytest -q -n 4 --dist worksteal -m "not ray and not example and not slow and not vllm and not tinker"
+"$py" -m pytest -q -n 4 --dist worksteal ${sample[@]+"${sample[@]}"} \
+    -m "not ray and not example and not slow and not vllm and not tinker"
 # On Ray, the tests of a file run in one process and share its cluster and groups. The files run in
 # the order of the folders, longest first, so that both processes end together.
 "$py" -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder \
-    -m "(ray or example) and not slow and not vllm"
+    ${sample[@]+"${sample[@]}"} -m "(ray or example) and not slow and not vllm"

@@ -1,0 +1,29 @@
+"""Which cases `--sample` keeps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tests.sample_of_cases import sampled
+
+MATRIX = [f"tests/a.py::test_matrix[{case}]" for case in range(20)]
+SINGLE = ["tests/a.py::test_one", "tests/b.py::test_two[0]", "tests/b.py::test_two[1]"]
+
+
+def kept(seed: str, names: list[str]) -> list[str]:
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+    chosen, left_out = sampled(items, seed)
+    assert len(chosen) + len(left_out) == len(names)
+    return [item.nodeid for item in chosen]
+
+
+def test_every_test_keeps_some_cases_and_small_tests_keep_all() -> None:
+    names = kept("1", [*MATRIX, *SINGLE])
+    assert names[-3:] == SINGLE
+    assert len(names) == 5 + 3
+
+
+def test_a_seed_chooses_the_same_cases_in_every_process_and_seeds_reach_all_cases() -> None:
+    assert kept("7", MATRIX) == kept("7", [*SINGLE, *MATRIX])[-5:]
+    assert {name for seed in range(40) for name in kept(str(seed), MATRIX)} == set(MATRIX)
