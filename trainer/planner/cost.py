@@ -1,30 +1,35 @@
-"""Estimate the seconds of a role's calls on GPUs by arithmetic.
+"""Predict the seconds of a role's calls on GPUs.
 
-    model = ModelCost.of(role_model)
+    model = ModelCost.of(role_model, rows, gpus)
     seconds = pass_seconds(model, rows, dims, 16384, gpus, trains=True)
 
-A pass takes two operations per token for every weight that multiplies it, and the operations of
-attention. Gradients take twice as many, and recomputation adds another forward pass. FSDP gathers
-weights during the computation. A step of decoding reads the weights that its tokens use, and the
-keys and values of the unfinished rows. Nothing is measured on the planned GPUs: they are assumed to
-reach fixed fractions of the rates in their data sheets.
+Passes and optimizer steps of the role's own model class are recorded on the meta device
+(`trainer.planner.recorder`), with few layers and rows: seconds are a line through the recorded
+ones. So are tokens of the native engine and the sampler. Bytes of FSDP's collectives are those of
+the recorded program. A step of vLLM has no record: it reads the weights that its tokens use, and
+the keys and values of the unfinished rows.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.config.devices import GIB_OF_GPUS
+from trainer.planner.recorder import Gpu
+from trainer.planner.records import Records, Work, products_only, record_passes
 from verl_like.errors import ConfigError, nearest
 from workers.memory import hf_config_of
 from workers.models.memory_shapes import model_shapes
+from workers.models.pass_trace import NOT_TRACED
 from workers.parallel.dims import ParallelDims
 from workers.training.mfu import PEAKS, attention_width, expert_share
 from workers.training.role_model import RoleModelSpec
@@ -49,6 +54,11 @@ class Device:
     def bytes(self) -> int:
         """Bytes of the GPU's memory."""
         return int(self.memory_gib * 2**30)
+
+    @property
+    def rates(self) -> Gpu:
+        """The rates that operations reach."""
+        return Gpu.of(self.flops, self.memory_bandwidth)
 
 
 BANDWIDTHS = {
@@ -77,6 +87,13 @@ def data_sheet(name: str) -> Device | None:
     return next((DEVICES[word] for word in words if word in DEVICES), None)
 
 
+def measured_on(gpu: str) -> list[dict[str, Any]]:
+    """Return the figures that were measured on this GPU; empty for a GPU that was not at hand."""
+    text = Path(__file__).with_name("measured.json").read_text(encoding="utf-8")
+    figures: list[dict[str, Any]] = json.loads(text).get(gpu, [])
+    return figures
+
+
 def device_of(name: str, numbers: dict[str, Any]) -> Device:
     """Return the GPU with this name; the user's `numbers` replace the data sheet's."""
     device = {known.lower(): device for known, device in DEVICES.items()}.get(name.lower())
@@ -92,18 +109,14 @@ def device_of(name: str, numbers: dict[str, Any]) -> Device:
     return Device(name, **numbers)
 
 
-FLOPS_REACHED = 0.5
-"""Fraction of the peak FLOPs that passes reach, from prime-rl's updates of Qwen3-4B on H100s."""
-BYTES_REACHED = 0.7
-"""Fraction of the peak bandwidth of memory and links that a call reaches."""
-CALL_S = 0.2
-"""Overhead of each call in seconds, in addition to its passes."""
+LINKS_REACHED = 0.7
+"""Fraction of the peak bandwidth of links that a collective reaches; not measured."""
 DECODE_LAYER_S = 60e-6
 """Seconds per layer and decoding step in addition to memory traffic, with CUDA graphs (vLLM)."""
-EAGER_LAYER_S = 550e-6
-"""Seconds of a layer per decoding step if the host starts its kernels one by one, as the native
-engine does: an H100 took 13.2 ms for the 24 layers of Qwen2.5-0.5B, with almost any batch size.
-"""
+CALL_S = 0.02
+"""Seconds in which a call reaches its ranks and returns."""
+PREPARE_S = 1e-6
+"""Seconds in which the host prepares a token of a rank's rows (`benchmarks/roofline.py`)."""
 ALL_REDUCE_S = 15e-6
 """Seconds of a small all-reduce in a node."""
 PCIE = 32e9
@@ -112,50 +125,6 @@ BYTES = 2
 """Bytes of a number in bfloat16, which passes compute in."""
 POINTS = 32
 """Number of lengths that represent the distribution of lengths."""
-
-
-@dataclass(frozen=True)
-class ModelCost:
-    """Properties of a model that determine the time of its passes."""
-
-    weights: float
-    active: float
-    """Number of weights that each token is multiplied with."""
-    num_layers: int
-    hidden_size: int
-    attention_width: int
-    """Query values per token, over all heads of all layers."""
-    key_value_numbers: int
-    in_experts: float = 0.0
-    """Weights of routed experts."""
-    expert_share: float = 1.0
-    """Fraction of the routed experts that each token is sent to."""
-    choices: int = 0
-    """Number of experts per layer that each token is sent to."""
-
-    @classmethod
-    def of(cls, model: RoleModelSpec) -> ModelCost:
-        """Read the properties from config.json."""
-        shapes = model_shapes(model.model, model.head, torch.bfloat16)
-        config: Any = hf_config_of(model.model).get_text_config()
-        looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        share = expert_share(config)
-        return cls(
-            weights=shapes.num_weights,
-            active=shapes.num_weights - looked_up - (1 - share) * shapes.num_in_experts,
-            num_layers=shapes.num_layers,
-            hidden_size=shapes.hidden_size,
-            attention_width=attention_width(config),
-            key_value_numbers=shapes.key_value_numbers,
-            in_experts=shapes.num_in_experts,
-            expert_share=share,
-            choices=getattr(config, "num_experts_per_tok", None) or 0,
-        )
-
-    def read_by(self, num_tokens: float) -> float:
-        """Return the number of weights that these tokens read; of experts, only those they use."""
-        read: float = 1 - (1 - self.expert_share) ** num_tokens
-        return self.active + (read - self.expert_share) * self.in_experts
 
 
 @dataclass(frozen=True)
@@ -213,7 +182,74 @@ class Gpus:
         rate = self.device.link_bandwidth
         if num_ranks * apart > self.per_node:
             rate = min(rate, max(1, self.per_node // apart) * self.device.network_bandwidth)
-        return rate * BYTES_REACHED
+        return rate * LINKS_REACHED
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """Properties of a model, and records of its calls, that determine the time of its passes."""
+
+    weights: float
+    active: float
+    """Number of weights that each token is multiplied with."""
+    num_layers: int
+    hidden_size: int
+    attention_width: int
+    """Query values per token, over all heads of all layers."""
+    key_value_numbers: int
+    passes: Records
+    """Calls `forward`, `update` and `step` for rows of `length` tokens."""
+    length: float
+    num_ranks: int = 1
+    """Ranks that share the weights in the recorded calls."""
+    in_experts: float = 0.0
+    """Weights of routed experts."""
+    expert_share: float = 1.0
+    """Fraction of the routed experts that each token is sent to."""
+    choices: int = 0
+    """Number of experts per layer that each token is sent to."""
+
+    @classmethod
+    def of(cls, model: RoleModelSpec, rows: StepRows, gpus: Gpus) -> ModelCost:
+        """Read the properties from config.json, and record the calls.
+
+        The recorded rows have equal lengths, with as many pairs of tokens per token as `rows`.
+        """
+        shapes = model_shapes(model.model, model.head, torch.bfloat16)
+        config: Any = hf_config_of(model.model).get_text_config()
+        looked_up = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+        share = expert_share(config)
+        num_ranks = 8 if gpus.count > 1 and model.strategy not in ("ddp", "single") else 1
+        length = 2 * rows.pairs / rows.tokens
+        response = max(1, round(length * rows.mean_response / rows.tokens))
+        prompt = max(1, round(length) - response)
+        gpu, num_layers = gpus.device.rates, shapes.num_layers
+        weights = shapes.num_weights
+        active = weights - looked_up - (1 - share) * shapes.num_in_experts
+        try:
+            passes = record_passes(model, prompt, response, gpu, num_ranks)
+        except NOT_TRACED:
+            length = prompt + response
+            passes = products_only(weights, active, length, num_layers, gpu, num_ranks)
+        return cls(
+            weights=weights,
+            active=active,
+            num_layers=num_layers,
+            hidden_size=shapes.hidden_size,
+            attention_width=attention_width(config),
+            key_value_numbers=shapes.key_value_numbers,
+            passes=passes,
+            length=prompt + response,
+            num_ranks=num_ranks,
+            in_experts=shapes.num_in_experts,
+            expert_share=share,
+            choices=getattr(config, "num_experts_per_tok", None) or 0,
+        )
+
+    def read_by(self, num_tokens: float) -> float:
+        """Return the number of weights that these tokens read; of experts, only those they use."""
+        read: float = 1 - (1 - self.expert_share) ** num_tokens
+        return self.active + (read - self.expert_share) * self.in_experts
 
 
 def pass_seconds(
@@ -224,37 +260,45 @@ def pass_seconds(
     gpus: Gpus,
     *,
     trains: bool = False,
-    recomputes: bool = False,
+    recomputed: float = 0,
     offloads: bool = False,
     num_stages: int = 1,
 ) -> float:
     """Return the seconds of a call over all rows: a forward pass, or an update with its epochs.
 
-    `num_stages` counts the stages on each rank of a pipeline.
+    `recomputed` counts layers, and `num_stages` the stages on each rank of a pipeline.
     """
     times = rows.epochs if trains else 1
-    attention = 2 * model.attention_width * rows.pairs
-    forward = 2 * (model.active * rows.tokens + attention)
-    operations = times * rows.samples * forward * (1 + trains * (2 + recomputes))
-    compute = operations / (gpus.count * gpus.device.flops * FLOPS_REACHED)
-
     steps = rows.mini_batches * times if trains else 1
     on_rank = times * rows.samples * rows.tokens / dims.data_size / dims.sp
     num_passes = steps * math.ceil(on_rank / steps / tokens_per_pass)
-    if dims.pp > 1:
-        compute *= 1 + (dims.pp - 1) / (num_passes / steps) / num_stages
+    rows_of_pass = on_rank / num_passes / model.length
 
-    directions = 1 + trains * (1 + recomputes)
+    def work(call: str, num_layers: float) -> Work:
+        return model.passes.at(call, num_layers, rows_of_pass)
+
+    call = "update" if trains else "forward"
+    one_pass, outside = work(call, model.num_layers), work(call, 0)
+    recomputed = min(recomputed, model.num_layers) if trains else 0
+    again, never = work("forward", recomputed), work("forward", 0)
+    bubble = (dims.pp - 1) / (num_passes / steps) / num_stages
+    device = one_pass.device + again.device - never.device
+    compute = num_passes * device / (dims.tp * dims.pp) * (1 + bubble)
+    host = num_passes * (one_pass.host + again.host - never.host) / dims.pp
+
+    # the weights outside of layers stay gathered from pass to pass
     elsewhere = model.in_experts * (1 - 1 / dims.ep)  # tokens travel to these experts
-    gathered = BYTES * (model.weights - elsewhere) / (dims.tp * dims.pp)
+    here = (1 - elsewhere / model.weights) / (dims.tp * dims.pp)
     shards = dims.shard * dims.sp
-    exchanges = num_passes * directions + 2 * trains * steps  # weights, and gradients in float32
-    exchange = exchanges * gathered * (1 - 1 / shards) / gpus.rate(shards, dims.tp)
-    if dims.replicate > 1:  # gradients of the shards travel over other links
-        rate = gpus.rate(dims.replicate, shards * dims.tp)
-        exchange = max(exchange, trains * steps * 4 * gathered / shards / rate)
+    gathered = num_passes * (one_pass.gathered - outside.gathered) + steps * outside.gathered
+    moved = here * (gathered + num_passes * one_pass.reduced) * (1 - 1 / shards)
+    exchange = moved / gpus.rate(shards, dims.tp)
+    if dims.replicate > 1 and trains:  # float32 gradients of the shards travel over other links
+        sums = num_passes if shards > 1 else steps
+        moved = sums * 8 * here * model.weights / shards * (1 - 1 / dims.replicate)
+        exchange = max(exchange, moved / gpus.rate(dims.replicate, shards * dims.tp))
 
-    states = BYTES * on_rank * directions * model.num_layers / dims.pp
+    states = BYTES * on_rank * (1 + 2 * trains) * model.num_layers / dims.pp
     visible = 0.0
     if dims.tp > 1:
         visible += 4 * states * model.hidden_size * (1 - 1 / dims.tp) / gpus.rate(dims.tp)
@@ -265,12 +309,14 @@ def pass_seconds(
         sent = 2 * model.choices * states * model.hidden_size * (1 - 1 / dims.ep)
         visible += sent / gpus.rate(dims.ep)
     per_layer = 2 * ((dims.tp > 1) + (dims.sp > 1) + (dims.ep > 1))
+    directions = 1 + 2 * trains
     visible += per_layer * num_passes * directions * model.num_layers / dims.pp * ALL_REDUCE_S
-    if trains:  # reads weight, gradient and two moments in float32, writes all but the gradient
-        on_device = model.weights / (shards * dims.tp * dims.pp)
-        visible += steps * 28 * on_device / (gpus.device.memory_bandwidth * BYTES_REACHED)
-        visible += offloads * steps * 24 * on_device / (PCIE * BYTES_REACHED)
-    return max(compute, exchange) + visible + CALL_S
+    if trains:
+        sharded = shards * dims.tp * dims.pp
+        step = model.passes.at("step", model.num_layers)
+        visible += steps * step.device * model.num_ranks / sharded
+        visible += offloads * steps * 24 * model.weights / sharded / PCIE
+    return max(compute, host, exchange) + visible + PREPARE_S * on_rank + CALL_S
 
 
 def decode_seconds(
@@ -280,12 +326,14 @@ def decode_seconds(
     tp: int,
     cache_bytes: float,
     most_at_once: int,
-    is_eager: bool = False,
+    sampler: float = 0.0,
+    tokens: Records | None = None,
 ) -> float | None:
     """Return the seconds of generation by engines of `tp` GPUs each.
 
-    `is_eager` is True for engines that start kernels one by one. Return None if an engine's KV
-    cache of `cache_bytes` cannot hold the longest row.
+    `sampler` are the seconds in which a row's token is sampled. `tokens` are records of the native
+    engine; without them the engine is vLLM, whose steps are calculated from bytes. Return None if
+    an engine's KV cache of `cache_bytes` cannot hold the longest row.
     """
     device, engines = gpus.device, gpus.count // tp
     samples = -(-rows.samples // engines)
@@ -294,16 +342,16 @@ def decode_seconds(
     if slots < 1 or cache_bytes < per_token * (rows.prompt + rows.responses[-1]):
         return None
     context = rows.prompt + rows.mean_response / 2
-    flops = device.flops * FLOPS_REACHED
+    rates = device.rates
 
     def step(live: float) -> float:
+        if tokens is not None:
+            token = tokens.at("token", model.num_layers, live)
+            return max(token.device, token.host)
         moved = BYTES * model.read_by(live) / tp + live * context * per_token
-        busy = max(
-            moved / (device.memory_bandwidth * BYTES_REACHED), 2 * model.active * live / tp / flops
-        )
-        if is_eager:
-            return max(busy, model.num_layers * EAGER_LAYER_S)
-        return busy + model.num_layers * (DECODE_LAYER_S + 2 * (tp > 1) * ALL_REDUCE_S)
+        busy = max(moved / rates.memory, 2 * model.active * live / tp / rates.products)
+        per_layer = DECODE_LAYER_S + 2 * (tp > 1) * ALL_REDUCE_S
+        return busy + live * sampler + model.num_layers * per_layer
 
     seconds = (samples - slots) * rows.mean_response / slots * step(slots)
     seconds += samples / slots * rows.waits
@@ -311,8 +359,9 @@ def decode_seconds(
     for number, length in enumerate(rows.responses):  # the last rows end one by one
         seconds += (length - start) * step(slots * (1 - number / len(rows.responses)))
         start = length
-    prompts = 2 * model.active * rows.prompts * rows.prompt / (gpus.count * flops)
-    return seconds + prompts + CALL_S
+    prompts = rows.prompts * rows.prompt / gpus.count / model.length
+    read = model.passes.at("forward", model.num_layers, prompts)
+    return seconds + read.device + CALL_S
 
 
 def sync_seconds(model: ModelCost, gpus: Gpus, is_shared: bool) -> float:

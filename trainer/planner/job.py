@@ -129,8 +129,9 @@ class Job(ABC):
 
     @functools.cached_property
     def costs(self) -> dict[str, ModelCost]:
-        """Properties of every role's model that determine its times."""
-        return {role: ModelCost.of(model) for role, model in self.models.items()}
+        """Properties and records of every role's model, which determine its times."""
+        gpus = Gpus(self.device, self.num_gpus, self.per_node)
+        return {role: ModelCost.of(m, self.rows(role), gpus) for role, m in self.models.items()}
 
     def best(self, num_gpus: int) -> list[PlannedPlacement]:
         """Return the placements on a number of GPUs, fastest first.
@@ -269,7 +270,7 @@ class Job(ABC):
                     self.pass_tokens(config, model),
                     gpus,
                     trains=method.startswith("update_"),
-                    recomputes=recomputed_layers(model.model, "cuda", can_recompute=True) > 0,
+                    recomputed=recomputed_layers(model.model, "cuda", can_recompute=True),
                     offloads=model.sharding.param_offload,
                     num_stages=num_chunks(model.sharding.pp_schedule),
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
@@ -12,6 +13,7 @@ from trainer.config.devices import devices_of
 from trainer.memory import model_memory
 from trainer.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.planner.job import Job, Keys
+from trainer.planner.records import record_tokens, sampler_seconds
 from trainer.planner.search import Layout, Seconds
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import step_nodes
@@ -21,10 +23,12 @@ from verl_like.placement.roles import expand_roles
 from workers.config import is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import RoleMemory, hf_config_of, rollout_memory
 from workers.models.attention import heads_of, layer_configs
+from workers.models.pass_trace import NOT_TRACED
 from workers.training.role_model import RoleModelSpec
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_SIZES = (1, 2, 4, 8)
+SAMPLING = ("temperature", "top_k", "top_p", "do_sample")
 UTILIZATIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 """Fractions of a GPU's memory to try for an engine."""
 
@@ -167,9 +171,16 @@ class PPOJob(Job):
         )
         tp_now, share_now = rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization
         is_vllm = rollout.name == "vllm"
-        cost = self.costs["actor"]
+        cost, tokens = self.costs["actor"], None
+        sampling = {name: getattr(rollout, name) for name in SAMPLING}
+        if not is_vllm:
+            context = round(rows.prompt + rows.mean_response / 2)
+            with suppress(*NOT_TRACED):  # a step of other classes is calculated from bytes
+                model = self.models["actor"].model
+                tokens = record_tokens(model, context, gpus.device.rates, **sampling)
         sync = sync_seconds(cost, gpus, is_shared=False)
         config = hf_config_of(self.models["actor"].model).get_text_config()
+        sampler = sampler_seconds(config.vocab_size, gpus.device.rates, **sampling)
         heads = {heads_of(layer)[:2] for layer in layer_configs(config)}
         for tp, share in product(
             {tp_now, *ENGINE_SIZES} if is_vllm and tp_key not in self.keys else {tp_now},
@@ -187,7 +198,7 @@ class PPOJob(Job):
             memory = replace(memory, sleeps=may_rest(self.config, "cuda"))
             at_once = rollout.max_num_seqs
             seconds = decode_seconds(
-                cost, rows, gpus, tp, memory.kv_cache, at_once, is_eager=not is_vllm
+                cost, rows, gpus, tp, memory.kv_cache, at_once, sampler, tokens
             )
             if seconds is not None:
                 values = {tp_key: (tp, tp_now), share_key: (share, share_now)}

@@ -9,7 +9,7 @@ from itertools import islice
 
 from trainer.config.devices import devices_of
 from trainer.memory import gib, memory_table
-from trainer.planner.cost import BYTES_REACHED, FLOPS_REACHED
+from trainer.planner.cost import measured_on
 from trainer.planner.job import Job, cluster_keys, layout_keys
 from trainer.planner.ppo import ROLLOUT, PPOJob
 from trainer.planner.search import Layout, PlannedPlacement
@@ -21,9 +21,9 @@ SHOWN = 5
 MOST_GPUS = 4096
 NO_FILES = "data.train_files=rows.parquet"
 """The setting if the user sets no files; the plan does not open this file."""
-ASSUMED = (
-    f"Seconds are calculated, not measured: {FLOPS_REACHED:.0%} of the GPU's peak FLOPS and "
-    f"{BYTES_REACHED:.0%} of its peak memory bandwidth are assumed."
+PREDICTED = (
+    "Seconds are predicted, not measured: the operations of the model's class, recorded on the "
+    "meta device, at rates of this GPU (vLLM: bytes of weights and KV cache)."
 )
 
 STAGES = (
@@ -73,7 +73,7 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
     parts = [
         f"{speed}\n"
         f"GPUs: {job.num_gpus:,} x {job.device.name}, {min(job.num_gpus, job.per_node)} per node\n"
-        f"Step: {job.describe_rows}\n{_engine(job)}{ASSUMED}",
+        f"Step: {job.describe_rows}\n{_engine(job)}{PREDICTED} {_evidence(job)}",
         "\n".join(_table(job, best, max_columns)),
         memory_table(job.memories(config), gpus, max_columns, heading=f"Memory of {kind} 1"),
         _listed(f"Slower than {kind} 1:", [*islice(slower, SHOWN)]),
@@ -92,6 +92,16 @@ def _engine(job: Job) -> str:
     if engine == "vllm":
         return "Engine: vllm\n"
     return f"Engine: {engine} (no tested vLLM is installed here; add {name}=vllm to use it)\n"
+
+
+def _evidence(job: Job) -> str:
+    """Return which figures were ever measured on this GPU."""
+    if not (figures := measured_on(job.device.name)):
+        return f"Nothing was ever measured on this GPU ({job.device.name})."
+    return (
+        f"{len(figures)} figures were measured on one {job.device.name}: updates, log-probs, "
+        "native generation and sampling of 0.5B and 1.5B; nothing on several, or with vLLM."
+    )
 
 
 def split_valid(

@@ -79,7 +79,8 @@ def test_the_text_has_keys_slower_placements_and_hours(
     for part in (
         "GPUs: 16 x A100, 8 per node\nStep: 1,024 prompts x 1 sample, prompt + response of 256",
         "mini-batches of 64 prompts",
-        "Seconds are calculated, not measured",
+        "Seconds are predicted, not measured: the operations of the model's class",
+        "Nothing was ever measured on this GPU (A100).",
         "Slower than placement 1:",
         "Next: check a run with your settings and the keys of placement 1, and your files instead",
         f"verl-like check ppo --full --gpus 16xA100 \\\n    {settings[0]} \\\n",

@@ -8,11 +8,11 @@ import pytest
 
 from trainer.planner.cost import (
     ALL_REDUCE_S,
-    BYTES_REACHED,
     CALL_S,
     DECODE_LAYER_S,
     DEVICES,
-    FLOPS_REACHED,
+    LINKS_REACHED,
+    PREPARE_S,
     Gpus,
     ModelCost,
     StepRows,
@@ -22,44 +22,69 @@ from trainer.planner.cost import (
     spread,
     sync_seconds,
 )
+from trainer.planner.records import Records, Work, products_only
 from verl_like.errors import ConfigError
 from workers.parallel.dims import ParallelDims
 
 H100 = DEVICES["H100"]
-MODEL = ModelCost(8e9, 7.5e9, 32, 4096, 32 * 4096, 2 * 32 * 1024)
+WEIGHTS, LAYERS = 8e9, 32
+
+
+def passes(num_ranks: int = 8, per_row: float = 0.01) -> Records:
+    """Return works of a row of 1,000 tokens in every layer, and of weights that are in layers."""
+    return products_only(
+        WEIGHTS, per_row * H100.rates.products / 2, 1, LAYERS, H100.rates, num_ranks
+    )
+
+
+MODEL = ModelCost(
+    WEIGHTS, 7.5e9, LAYERS, 4096, 32 * 4096, 2 * 32 * 1024, passes(), length=1000, num_ranks=8
+)
 ROWS = StepRows(1024, 1024, 500, [500] * 2)
+ON_HOST = PREPARE_S * 1000
+"""Seconds in which the host prepares a row."""
 
 
 def h100s(num_gpus: int) -> Gpus:
     return Gpus(H100, num_gpus, 8)
 
 
-def test_an_update_takes_six_operations_per_weight_and_token() -> None:
-    seconds = pass_seconds(MODEL, ROWS, ParallelDims(), 16384, h100s(1), trains=True)
-    attention = 3 * 2 * 2 * 32 * 4096 * 1000**2 / 2
-    operations = 1024 * (6 * 7.5e9 * 1000 + attention)
-    optimizer = 28 * 8e9 / (3350e9 * BYTES_REACHED)
-    expected = operations / (989e12 * FLOPS_REACHED) + optimizer + CALL_S
+def test_an_update_takes_its_passes_and_its_optimizer_steps() -> None:
+    rows = replace(ROWS, mini_batches=4, epochs=2)
+    seconds = pass_seconds(MODEL, rows, ParallelDims(), 16384, h100s(1), trains=True)
+    step = 28 * WEIGHTS / H100.rates.memory
+    expected = 2 * 1024 * (3 * 0.01 + ON_HOST) + 8 * step + CALL_S
     assert seconds == pytest.approx(expected)
 
 
-def test_recomputation_costs_one_more_forward_pass() -> None:
+def test_recomputed_layers_cost_their_forward_pass() -> None:
     dims = ParallelDims()
-    forward = pass_seconds(MODEL, ROWS, dims, 16384, h100s(1)) - CALL_S
-    recomputed = pass_seconds(MODEL, ROWS, dims, 16384, h100s(1), trains=True, recomputes=True)
-    plain = pass_seconds(MODEL, ROWS, dims, 16384, h100s(1), trains=True)
-    assert recomputed - plain == pytest.approx(forward)
+    forward = pass_seconds(MODEL, ROWS, dims, 16384, h100s(1)) - CALL_S - 1024 * ON_HOST
+    plain, half, whole = (
+        pass_seconds(MODEL, ROWS, dims, 16384, h100s(1), trains=True, recomputed=layers)
+        for layers in (0, LAYERS // 2, LAYERS)
+    )
+    assert whole - plain == pytest.approx(forward)
+    assert half - plain == pytest.approx(forward / 2)
+
+
+def test_a_pass_takes_at_least_as_long_as_the_host_starts_it() -> None:
+    works = Records({"forward": {LAYERS: {0: Work(0, 0.5), 1: Work(0.01, 0.5)}}})
+    model = replace(MODEL, passes=works)
+    seconds = pass_seconds(model, ROWS, ParallelDims(), 16000, h100s(1))
+    assert seconds == pytest.approx(64 * 0.5 + 1024 * ON_HOST + CALL_S)
 
 
 def test_two_stages_per_rank_halve_the_wait_of_a_pipeline() -> None:
     dims, rows = ParallelDims(pp=4), StepRows(16, 16, 500, [500])
     seconds = [
-        pass_seconds(MODEL, rows, dims, 1000, h100s(4), num_stages=num) - CALL_S for num in (1, 2)
+        pass_seconds(MODEL, rows, dims, 1000, h100s(4), num_stages=num) - CALL_S - 16 * ON_HOST
+        for num in (1, 2)
     ]
     assert seconds[0] / seconds[1] == pytest.approx((16 + 3) / (16 + 1.5))
 
 
-def test_small_passes_wait_for_weights_of_other_nodes() -> None:
+def test_small_passes_wait_for_weights_and_gradients_of_other_nodes() -> None:
     """They wait less if weights are sharded only within a node."""
     rows = StepRows(4096, 4096, 500, [500], mini_batches=16)
     over_all = pass_seconds(MODEL, rows, ParallelDims(shard=64), 1000, h100s(64), trains=True)
@@ -68,57 +93,59 @@ def test_small_passes_wait_for_weights_of_other_nodes() -> None:
     one_pass = pass_seconds(MODEL, rows, ParallelDims(shard=64), 4000, h100s(64), trains=True)
     assert in_nodes < over_all
     assert one_pass < over_all
-    moved = 16 * (4 * 2 + 2) * 2 * 8e9 * 63 / 64  # to four passes and back, and gradients
-    assert over_all > moved / (8 * 50e9 * BYTES_REACHED)
+    moved = 16 * 4 * (2 * 2 + 4) * WEIGHTS * 63 / 64  # four passes per mini-batch
+    step = 16 * 28 * WEIGHTS / 64 / H100.rates.memory
+    rate = 8 * 50e9 * LINKS_REACHED
+    assert over_all == pytest.approx(moved / rate + step + 64 * ON_HOST + CALL_S)
 
 
 def test_collectives_between_nodes_use_the_ports_of_all_ranks() -> None:
     gpus = h100s(64)
-    assert gpus.rate(8) == 450e9 * BYTES_REACHED
-    assert gpus.rate(64) == 8 * 50e9 * BYTES_REACHED
-    assert gpus.rate(32, apart=2) == 4 * 50e9 * BYTES_REACHED
-    assert gpus.rate(8, apart=8) == 50e9 * BYTES_REACHED
+    assert gpus.rate(8) == 450e9 * LINKS_REACHED
+    assert gpus.rate(64) == 8 * 50e9 * LINKS_REACHED
+    assert gpus.rate(32, apart=2) == 4 * 50e9 * LINKS_REACHED
+    assert gpus.rate(8, apart=8) == 50e9 * LINKS_REACHED
 
 
 def test_weights_that_a_gpu_has_are_not_sent() -> None:
     assert sync_seconds(MODEL, h100s(1), is_shared=True) == CALL_S
-    other_half = 8e9 / (450e9 * BYTES_REACHED)
+    other_half = 8e9 / (450e9 * LINKS_REACHED)
     assert sync_seconds(MODEL, h100s(2), is_shared=True) == pytest.approx(CALL_S + other_half)
-    travels = 2 * 8e9 / (50e9 * BYTES_REACHED)  # to a GPU of another node
+    travels = 2 * 8e9 / (50e9 * LINKS_REACHED)  # to a GPU of another node
     assert sync_seconds(MODEL, h100s(1), is_shared=False) == pytest.approx(CALL_S + travels)
 
 
 def test_sharded_experts_are_not_gathered_and_get_tokens() -> None:
     """Two ways of every choice in every layer, in both passes; weights of four experts in eight."""
-    model = ModelCost(30e9, 3e9, 48, 2048, 4096, 2 * 48 * 512, in_experts=28e9, choices=8)
-    rows, bandwidth = StepRows(64, 64, 500, [500]), 450e9 * BYTES_REACHED
+    model = replace(MODEL, hidden_size=2048, in_experts=7e9, choices=8, passes=passes(8, 1e-6))
+    rows, bandwidth = StepRows(64, 64, 500, [500]), 450e9 * LINKS_REACHED
     gathered, spread_out = (
         pass_seconds(model, rows, ParallelDims(shard=8, ep=ep), 16384, h100s(8)) for ep in (1, 2)
     )
-    assert gathered == pytest.approx(2 * 30e9 * 7 / 8 / bandwidth + CALL_S)  # hides the products
-    computed = pass_seconds(model, rows, ParallelDims(replicate=8), 16384, h100s(8))
-    sent = 2 * 8 * 2 * (64 / 8 * 1000) * 48 * 2048 / 2 / bandwidth
-    started = 2 * 48 * ALL_REDUCE_S
-    assert spread_out - sent - started == pytest.approx(
-        max(computed, 2 * 16e9 * 7 / 8 / bandwidth + CALL_S)
-    )
+    fixed = 8 * ON_HOST + CALL_S
+    assert gathered == pytest.approx(2 * 8e9 * 7 / 8 / bandwidth + fixed)  # hides the products
+    sent = 2 * 8 * 2 * (64 / 8 * 1000) * LAYERS * 2048 / 2 / bandwidth
+    started = 2 * LAYERS * ALL_REDUCE_S
+    assert spread_out - sent - started == pytest.approx(2 * 4.5e9 * 7 / 8 / bandwidth + fixed)
 
 
-def test_decoding_reads_all_weights_per_token() -> None:
+def test_vllm_reads_all_weights_per_token() -> None:
     rows = StepRows(1, 1, 100, [400])
     seconds = decode_seconds(MODEL, rows, h100s(1), 1, cache_bytes=20e9, most_at_once=256)
     assert seconds is not None
-    least = 400 * 2 * 7.5e9 / (3350e9 * BYTES_REACHED)
-    assert least < seconds < 1.5 * least + 400 * 32 * DECODE_LAYER_S + 2 * CALL_S
+    least = 400 * 2 * 7.5e9 / H100.rates.memory
+    assert least < seconds < 1.5 * least + 400 * LAYERS * DECODE_LAYER_S + 2 * CALL_S
+    sampled = decode_seconds(MODEL, rows, h100s(1), 1, 20e9, 256, sampler=0.001)
+    assert sampled == pytest.approx(seconds + 400 * 0.001)
 
 
-def test_an_engine_without_graphs_takes_the_measured_time_per_layer() -> None:
-    small = ModelCost(0.5e9, 0.5e9, 24, 896, 24 * 896, 2 * 24 * 128)
-    for samples, measured in ((64, 11.8e-3), (256, 13.2e-3)):
+def test_the_native_engine_takes_the_recorded_time_per_token() -> None:
+    tokens = Records({"token": {LAYERS: {0: Work(0.01, 0.02), 100: Work(0.03, 0.02)}}})
+    for samples, per_token in ((25, 0.02), (100, 0.03)):
         rows = StepRows(samples, samples, 128, [256])
-        seconds = decode_seconds(small, rows, h100s(1), 1, 20e9, 256, is_eager=True)
-        assert seconds is not None
-        assert seconds == pytest.approx(256 * measured + CALL_S, rel=0.2)
+        seconds = decode_seconds(MODEL, rows, h100s(1), 1, 20e9, 256, 0.0, tokens)
+        read = samples * 0.01 * 128 / 1000
+        assert seconds == pytest.approx(256 * per_token + read + CALL_S)
 
 
 def test_more_tokens_read_more_experts() -> None:

@@ -150,7 +150,7 @@ def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
     fields = copy.deepcopy(config.to_dict())
     if config.get_text_config() is not config:
         return _shrunk_parts(config, fields, with_widths, longest)
-    count_name = next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
+    count_name = _count_name(fields)
     if fields.get("num_layers_per_stack"):
         # hrm_text counts a layer per pass, because every pass has a separate cache
         passes = fields["num_hidden_layers"] // fields["num_layers_per_stack"]
@@ -199,21 +199,37 @@ def _shrunk_parts(
     return type(config).from_dict(fields)
 
 
-def _keep_first_layers(fields: dict[str, Any], count_name: str) -> None:
-    """Keep the first layers: at least two, and enough to include every kind."""
+def with_first_layers(config: Any, times: int) -> Any:
+    """Return the config with `times` as many of its first layers as include every kind of layer."""
+    fields, text = copy.deepcopy(config.to_dict()), config.get_text_config()
+    names = (name for name in config.sub_configs if getattr(config, name, None) is text)
+    part = fields if text is config else fields[next(names)]
+    if count_name := _count_name(part):
+        _keep_first_layers(part, count_name, times)
+    return type(config).from_dict(fields)
+
+
+def _count_name(fields: dict[str, Any]) -> str | None:
+    return next((name for name in LAYER_COUNTS if isinstance(fields.get(name), int)), None)
+
+
+def _keep_first_layers(fields: dict[str, Any], count_name: str, times: int = 1) -> None:
+    """Keep the first layers: at least two, and enough to include every kind; or more `times`."""
     count = fields[count_name]
     lists = {k: v for k, v in fields.items() if isinstance(v, list) and len(v) == count > 1}
     kinds = [repr([value[layer] for value in lists.values()]) for layer in range(count)]
     needed = max(kinds.index(kind) + 1 for kind in kinds) if kinds else count
 
     for name, value in fields.items():
+        if name == "max_window_layers" and "layer_types" in lists:
+            continue  # the list says which layers have a window
         if any(part in name for part in PERIODS) and name not in lists:
             number = len(value) if isinstance(value, (list, str)) else value
             if isinstance(number, int) and number > 0:
                 needed = max(needed, number + 1)
     if fields.get("num_kv_shared_layers"):  # this field counts from the last layer
         needed = count
-    num_layers = min(count, max(needed, 2))
+    num_layers = min(count, times * max(needed, 2))
     fields[count_name] = num_layers
     for name, value in lists.items():
         fields[name] = value[:num_layers]
