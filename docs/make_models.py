@@ -7,7 +7,8 @@ and export (`tests/workers/models/walk.py`), and GRPO, resume, SFT and export as
 continues an interrupted run at that case. `docs/make_tables.py` then writes the page.
 
 In the environment of `tests/run_vllm.sh`, `.venv-vllm/bin/python docs/make_models.py --vllm [CASE
-...]` fills the column of vLLM (`tests/workers/rollout/vllm/table.py`), one process per case.
+...]` fills the column of vLLM (`tests/workers/rollout/vllm/table.py`), one process per case, in
+about half an hour, too.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def chosen(names: Sequence[str], every: Sequence[str]) -> Sequence[str]:
     """Return the named cases, or all of them; for `CASE...`, those from that case on."""
     if len(names) == 1 and names[0].endswith("..."):
         return every[every.index(names[0].removesuffix("...")) :]
+    if unknown := set(names) - set(every):
+        raise SystemExit(f"{', '.join(sorted(unknown))}: no model type or variant.")
     return names or every
 
 
