@@ -227,6 +227,7 @@ class Difference:
 
 
 UNSCALED_LOGITS = Difference("vLLM multiplies its logits by logit_scale, but transformers does not")
+LFM2 = Difference("on CPUs, vLLM computes its layers in another way", only_on_cpus=True)
 DIFFERENCES = {
     "apertus": Difference(
         "vLLM stores the factors of its activation xIELU in bfloat16",
@@ -235,7 +236,6 @@ DIFFERENCES = {
     ),
     "aya_vision": UNSCALED_LOGITS,
     "cohere2_vision": UNSCALED_LOGITS,
-    "conv": Difference("on CPUs, vLLM computes its layers in another way", only_on_cpus=True),
     "ernie4_5_moe": Difference(
         "on CPUs, vLLM chooses experts without the correction bias", "=native", only_on_cpus=True
     ),
@@ -245,6 +245,8 @@ DIFFERENCES = {
         "=native",
         only_on_cpus=True,
     ),
+    "lfm2": LFM2,
+    "lfm2_vl": LFM2,
     "linear_attention": Difference(
         "on CPUs, vLLM computes linear attention only in bfloat16",
         only_on_cpus=True,

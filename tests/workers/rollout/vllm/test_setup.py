@@ -19,6 +19,7 @@ from workers.rollout.vllm.setup import VllmSettings, check_model, class_options
         ("deepseek_v3", "right only with a scaled rope. Set .*name=native."),
         ("ernie4_5_moe", "experts without the correction bias. Set .*name=native."),
         ("gemma3n_text", "embeddings that each layer reads. Set .*name=hf."),
+        ("lfm2", "computes its layers in another way. Set .*name=hf."),
         ("qwen3_next", "linear attention only in bfloat16. Set .*dtype=bfloat16 or .*=hf."),
     ],
 )
