@@ -191,7 +191,7 @@ PREDICTED: dict[str, tuple[Callable[[], float], str]] = {
     ),
     "its update": (
         lambda: head_in_slices(STEP),
-        "without the host's work before the first pass, about 0.3 s",
+        "the rest of the step's update is not explained",
     ),
     "its generation, native engine": (
         lambda: 0.51 * decoded_ms(256, 640),

@@ -115,7 +115,7 @@ DECODE_LAYER_S = 60e-6
 """Seconds per layer and decoding step in addition to memory traffic, with CUDA graphs (vLLM)."""
 CALL_S = 0.02
 """Seconds in which a call reaches its ranks and returns."""
-PREPARE_S = 1e-6
+PREPARE_S = 2e-7
 """Seconds in which the host prepares a token of a rank's rows (`benchmarks/roofline.py`)."""
 ALL_REDUCE_S = 15e-6
 """Seconds of a small all-reduce in a node."""
