@@ -363,7 +363,6 @@ def attend(*states: Any, left: int = -1, **_: Any) -> Any:
 def on_meta(num_ranks: int = 1) -> Iterator[None]:
     """Context in which models are built on the meta device, as rank 0 of several GPUs would."""
     import torch.distributed as dist
-    from torch.distributed import distributed_c10d
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from workers.training import attention, build, lm_head
@@ -393,19 +392,27 @@ def on_meta(num_ranks: int = 1) -> Iterator[None]:
         "workers.training.parts.compile.all_reduce": lambda *_: False,
         "workers.parallel.fsdp._anywhere": lambda here, *_: here,
         "workers.training.out_of_memory._num_collectives": lambda _: 0,
-        "torch.distributed.distributed_c10d._world": distributed_c10d._World(),
         f"{fsdp}._fully_shard._get_device_from_mesh": lambda _: META,
         f"{fsdp}._fsdp_param_group.FSDPParamGroup._validate_no_meta_params": lambda _: None,
         "workers.training.lm_head.rows_per_chunk": lambda config, words=None, _="": rows_per_chunk(
             config, words, "cuda"
         ),
     }
+    # an open group of this process keeps its entries; copies, because names must not occur twice
+    group = dist.distributed_c10d
+    tables = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag")
+    stand_ins |= {f"{group.__name__}.{table}": dict(getattr(group, table)) for table in tables}
+    tags = {tag: [*groups] for tag, groups in group._tags_to_pg.items()}
+    stand_ins |= {f"{group.__name__}._tags_to_pg": tags, f"{group.__name__}._world": group._World()}
+    known = {*group._pg_names.values()}
     with patched(stand_ins), patch("torch.meta", torch.cpu, create=True):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
         try:
             yield
         finally:
-            dist.destroy_process_group()
+            for name in {*group._pg_names.values()} - known:
+                group._unregister_process_group(name)
+    group._update_default_pg(group._world.default_pg)
 
 
 @contextmanager

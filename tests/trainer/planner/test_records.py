@@ -10,11 +10,13 @@ import pytest
 import torch.distributed as dist
 from transformers import LlamaConfig, MixtralConfig
 
+from tests.workers.samples import make_batch, started, tiny_config
 from trainer.planner.cost import Gpus, ModelCost, StepRows, device_of, pass_seconds
 from trainer.planner.recorder import H100
 from trainer.planner.records import Records, record_passes, record_tokens
 from workers.config import ModelConfig
 from workers.parallel.dims import ParallelDims
+from workers.roles.actor import ActorWorker
 from workers.training.role_model import RoleModelSpec
 
 SIZES: dict[str, Any] = {
@@ -47,8 +49,17 @@ def test_fsdp_gathers_layers_twice_per_pass_and_reduces_every_gradient(tmp_path:
     assert forward.gathered == 2 * (4 * layer + rest)
     assert update.gathered == 2 * (2 * 4 * layer + rest)
     assert update.reduced == 4 * (4 * layer + rest)
-    assert not dist.is_initialized()
     assert sys.excepthook is sys.__excepthook__
+
+
+def test_an_actor_of_this_process_goes_on_after_a_recording(tmp_path: Path, tiny_dir: Path) -> None:
+    config = tiny_config(tiny_dir)
+    worker = started(ActorWorker, config, 2)
+    open_groups = {*dist.distributed_c10d._pg_names.values()}
+    passes(tmp_path, 2, num_ranks=8)
+    assert {*dist.distributed_c10d._pg_names.values()} == open_groups
+    worker.update_actor(make_batch(4))
+    started(ActorWorker, config, 2)  # forms meshes
 
 
 def test_a_frozen_model_has_no_update(tmp_path: Path) -> None:
