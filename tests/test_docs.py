@@ -80,6 +80,8 @@ def test_the_python_blocks_of_a_page_run(
 ) -> None:
     if request.node.get_closest_marker("ray"):
         request.getfixturevalue("ray_session")
+    if ".plot(" in path.read_text(encoding="utf-8"):
+        request.getfixturevalue("figures")
     (tmp_path / "tiny").symlink_to(tiny_dir)  # the output of `verl-like make-tiny tiny`
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.load_config", load_and_plan)

@@ -42,6 +42,7 @@ def test_many_layers_take_as_long_as_if_all_were_recorded(tmp_path: Path, call: 
 
 
 def test_fsdp_gathers_layers_twice_per_pass_and_reduces_every_gradient(tmp_path: Path) -> None:
+    hook = sys.excepthook
     records = passes(tmp_path, 4, num_ranks=8)
     layer = 1024 * (2 * 1024 + 2 * 256 + 3 * 3072) + 2 * 1024
     rest = 2 * 1000 * 1024 + 1024
@@ -49,7 +50,7 @@ def test_fsdp_gathers_layers_twice_per_pass_and_reduces_every_gradient(tmp_path:
     assert forward.gathered == 2 * (4 * layer + rest)
     assert update.gathered == 2 * (2 * 4 * layer + rest)
     assert update.reduced == 4 * (4 * layer + rest)
-    assert sys.excepthook is sys.__excepthook__
+    assert sys.excepthook is hook
 
 
 def test_an_actor_of_this_process_goes_on_after_a_recording(tmp_path: Path, tiny_dir: Path) -> None:
