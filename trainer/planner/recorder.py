@@ -411,7 +411,7 @@ def on_meta(num_ranks: int = 1) -> Iterator[None]:
             yield
         finally:
             for name in {*group._pg_names.values()} - known:
-                group._unregister_process_group(name)
+                torch._C._distributed_c10d._unregister_process_group(name)
     group._update_default_pg(group._world.default_pg)
 
 
