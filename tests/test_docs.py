@@ -18,6 +18,7 @@ from tests.import_graph import PACKAGES, parsed, sources
 from trainer import load_config
 from trainer.config.schema import TRACKERS
 from trainer.launch import nominal_placement
+from trainer.ppo.filters import FILTERS
 
 BLOCK = re.compile(r"^```python(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -85,7 +86,8 @@ def test_the_python_blocks_of_a_page_run(
     (tmp_path / "tiny").symlink_to(tiny_dir)  # the output of `verl-like make-tiny tiny`
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.load_config", load_and_plan)
-    monkeypatch.setattr(TRACKERS, "_entries", dict(TRACKERS))  # a page registers another entry
+    for registry in (TRACKERS, FILTERS):  # pages register further entries
+        monkeypatch.setattr(registry, "_entries", dict(registry))
     text = path.read_text(encoding="utf-8")
     for large, small in SMALLER.items():
         text = text.replace(large, small)
