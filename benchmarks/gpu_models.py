@@ -39,7 +39,7 @@ class Job:
     tokens: int = 16384
     compiled: bool = False
     recomputes: bool | int = True
-    """Whether layers are recomputed in the backward pass, or how many."""
+    """True if all layers are recomputed in the backward pass, or the number of layers."""
     same_prompts: int = 1
     """Rows that have the same prompt."""
     shares: bool = True

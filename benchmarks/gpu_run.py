@@ -113,8 +113,8 @@ def jobs_of(part: str, kind: str, tiny: bool) -> dict[str, Job]:
     if part == "prefixes":
         for share, shares in product((25,) if tiny else (25, 60, 45, 10), (True, False)):
             prompt = round(share / 100 * length * 8 / 7)
-            how = "computed once" if shares else "each row alone"
-            jobs[f"{share} % of tokens in shared prefixes, {how}"] = Job(
+            rows = "computed once" if shares else "each row alone"
+            jobs[f"{share} % of tokens in shared prefixes, {rows}"] = Job(
                 "1.5b", 16, prompt, length - prompt, same_prompts=8, shares=shares
             )
     elif part in ("1.5B", "7B"):
@@ -176,16 +176,16 @@ def predict(tiny: bool) -> dict[str, dict[str, float]]:
         with roofline.Recorder() as samplings[f"sampling: {num_rows} rows, {name}"]:
             roofline.sample(num_rows, **settings)
     for kind, gpu in gpus.items():
-        found = predictions[kind]
+        seconds = predictions[kind]
         for cached in CACHED:
-            found[f"decode: token after {cached}"] = 1e3 * tokens[cached].seconds(gpu)
-        found["GRPO: generation"] = 510 * tokens[640].seconds(gpu)
-        found["GRPO: update"] = found["0.5B: update of 256 rows"]
+            seconds[f"decode: token after {cached}"] = 1e3 * tokens[cached].seconds(gpu)
+        seconds["GRPO: generation"] = 510 * tokens[640].seconds(gpu)
+        seconds["GRPO: update"] = seconds["0.5B: update of 256 rows"]
         for name, recorder in samplings.items():
-            found[name] = 1e3 * recorder.seconds(gpu)
+            seconds[name] = 1e3 * recorder.seconds(gpu)
         copied = published_bytes("tiny" if tiny else "7b") / LOCKED_COPY
-        found["publish: hashed on the GPU"] = copied + hashing.seconds(gpu)
-        found["publish: hashed on the host"] = copied * 0.33 / (2.8e9 / LOCKED_COPY)
+        seconds["publish: hashed on the GPU"] = copied + hashing.seconds(gpu)
+        seconds["publish: hashed on the host"] = copied * 0.33 / (2.8e9 / LOCKED_COPY)
     return predictions
 
 
@@ -225,10 +225,10 @@ def machine(trial: Trial) -> Iterator[Figure]:
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / trial.seconds(lambda: target.copy_(source), 10)
     yield "copy within the device", copied / 1e9, "GB/s"
-    one = torch.zeros(1, device=trial.device)
+    number = torch.zeros(1, device=trial.device)
     begin = time.perf_counter()
     for _ in range(1000):
-        one.add_(1)
+        number.add_(1)
     yield "start of an operation", 1e3 * (time.perf_counter() - begin), "us"
 
 

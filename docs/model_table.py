@@ -38,7 +38,7 @@ NOT_IN_VLLM = {
         "cosmos3_omni fuyu glm_ocr glmga inkling_mm_model pp_chart2table"
     ),
 }
-"""What vLLM 0.32 does -> models that start, but whose small model does not run in vLLM."""
+"""Reason for which vLLM 0.32 does not run a small model -> model types that start here."""
 Outcome = Sequence[str]
 """Rows, gradient checkpointing, native decoding, export, whether runs start, and vLLM.
 

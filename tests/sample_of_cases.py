@@ -29,8 +29,8 @@ def sampled(items: Sequence[pytest.Item], seed: str) -> tuple[list[pytest.Item],
         count = max(FEWEST, -(-len(cases) // FRACTION))
         if count < len(cases):
             names = sorted(case.nodeid for case in cases)
-            kept = random.Random(f"{seed} {test}").sample(names, count)
-            left_out |= {*names} - {*kept}
+            chosen = random.Random(f"{seed} {test}").sample(names, count)
+            left_out |= {*names} - {*chosen}
     return (
         [item for item in items if item.nodeid not in left_out],
         [item for item in items if item.nodeid in left_out],

@@ -1,4 +1,4 @@
-"""What a PPO run on text imports at once: nothing of agents, reports or comparisons."""
+"""A PPO run on text imports nothing of agents or comparisons at once."""
 
 from __future__ import annotations
 

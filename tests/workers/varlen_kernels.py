@@ -111,20 +111,20 @@ def flash_attn(library: str) -> Callable[..., Any]:
     def flash_attn_varlen_func(*args: Any, **settings: Any) -> Any:
         call = signature.bind(*args, **settings)
         call.apply_defaults()
-        given = dict(call.arguments)
+        arguments = dict(call.arguments)
         for name, parameter in signature.parameters.items():
-            assert name in USED or given[name] == parameter.default, name
-        assert given["causal"]
-        assert given["softmax_scale"] is not None
-        assert isinstance(given["deterministic"], bool)
-        bounds, key_bounds = given["cu_seqlens_q"], given["cu_seqlens_k"]
-        check_longest(given["max_seqlen_q"], bounds, given["max_seqlen_k"], key_bounds)
-        left, right = given["window_size"]
+            assert name in USED or arguments[name] == parameter.default, name
+        assert arguments["causal"]
+        assert arguments["softmax_scale"] is not None
+        assert isinstance(arguments["deterministic"], bool)
+        bounds, key_bounds = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
+        check_longest(arguments["max_seqlen_q"], bounds, arguments["max_seqlen_k"], key_bounds)
+        left, right = arguments["window_size"]
         assert left == unbounded or left >= 0
         assert right in (unbounded, 0)
         window = (-1 if left is None else left, 0)
-        states = given["q"], given["k"], given["v"]
-        scale, cap = given["softmax_scale"], given["softcap"]
+        states = arguments["q"], arguments["k"], arguments["v"]
+        scale, cap = arguments["softmax_scale"], arguments["softcap"]
         output = reference(*states, bounds, scale, window, cap, key_bounds)
         return (output, None) if library == "flash_attention_4" else output
 

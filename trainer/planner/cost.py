@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -79,12 +78,6 @@ DEVICES = {
 }
 NUMBERS = ("memory_gib", "flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 """The options `--<name>` of `verl-like plan` that describe a GPU."""
-
-
-def data_sheet(name: str) -> Device | None:
-    """Return the GPU of a driver's name ("NVIDIA H100 80GB HBM3"), if it is known."""
-    words = re.split(r"[\s-]+", name)
-    return next((DEVICES[word] for word in words if word in DEVICES), None)
 
 
 def measured_on(gpu: str) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Filters: what an update leaves out of its samples, in the order in which they are applied.
 
-    for name, keep in active_filters(config):
-        before, (batch, metrics) = batch, keep(batch, config, step)
+    for name, chosen in active_filters(config).items():
+        before, (batch, metrics) = batch, chosen.keep(batch, config, step)
 
 Every filter is registered here with its name; the update, the sample log, the graph of a step and
 the checks read this list. To add one, register a function in your own module. It runs after ours:

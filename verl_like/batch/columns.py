@@ -114,15 +114,3 @@ def row_index(index: Any, rows: int) -> NDArray[np.int64]:
 
     signed = flat.astype(np.int64)
     return np.where(signed < 0, signed + rows, signed)
-
-
-def _cut_list(name: str, value: Any, num_chunks: int) -> list[Any]:
-    """Cut a list, tuple or array into chunks of the same type."""
-    if not isinstance(value, (list, tuple, np.ndarray)) or len(value) % num_chunks:
-        shown = f"of {len(value)}" if hasattr(value, "__len__") else repr(value)
-        raise BatchError(
-            f"{name} ({type(value).__name__} {shown}) is not a list, tuple or array whose length "
-            f"is a multiple of {num_chunks}."
-        )
-    size = len(value) // num_chunks
-    return [value[start : start + size] for start in range(0, size * num_chunks, size or 1)]

@@ -3,9 +3,9 @@
 Policy losses are in `per_token` (PPO's clip, CISPO, SAPO, DPPO, …), `per_sequence` (GSPO, GMPO) and
 `covariance`, registered by name in `workers.losses.registry.POLICY_LOSSES`. Each is the formula of
 its paper, and autograd gives the gradient. Every file in this folder is imported here, so you add a
-loss by adding a file. The policy losses use
-`token_loss` (turns a function of tokens into a policy loss), `aggregate` (reduces token losses to
-one number) and `importance_ratio`.
+loss by adding a file. The policy losses use `token_loss` (turns a function of tokens into a policy
+loss), `aggregate` (reduces token losses to one number) and `importance_ratio`.
+
 `correction` and `rejection` weight or reject tokens that another policy sampled, and `mismatch`
 measures the difference from that policy. The critic's loss is in `value`, the KL to the reference
 in `kl`, the losses of other recipes in `aggregate` (language models), `pairwise` and `preference`,

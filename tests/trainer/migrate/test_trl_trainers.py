@@ -48,11 +48,11 @@ def pairs() -> dict[str, Tensor]:
 def loss_of_trl(trainer: Any, config: Any, model: nn.Module, **settings: Any) -> Tensor:
     """Return the loss of a trainer of TRL, which gets the model and the batch of pairs."""
     without = {"__getattr__": lambda trainer, name: None, "__init__": lambda trainer: None}
-    made = type(trainer.__name__, (trainer,), without)()
+    bare_trainer = type(trainer.__name__, (trainer,), without)()
     accelerator = SimpleNamespace(device="cpu", gather_for_metrics=lambda tensor: tensor)
-    vars(made).update({field.name: field.default for field in fields(config)} | settings)
-    vars(made).update(accelerator=accelerator, pad_token_id=0, padding_value=0)
-    loss: Tensor = made.get_batch_loss_metrics(model, pairs())[0]
+    vars(bare_trainer).update({field.name: field.default for field in fields(config)} | settings)
+    vars(bare_trainer).update(accelerator=accelerator, pad_token_id=0, padding_value=0)
+    loss: Tensor = bare_trainer.get_batch_loss_metrics(model, pairs())[0]
     return loss
 
 
@@ -157,9 +157,11 @@ def test_rloo_has_trl_s_gradient(tmp_path: Path) -> None:
         inside, width = inputs["completion_mask"], inputs["completion_mask"].shape[1]
         log_prob = token_log_probs(model, ids, mask)[:, -width:]
         ref = token_log_probs(reference, ids, mask)[:, -width:]
-        kept = [row[keep > 0].tolist() for row, keep in zip(ids[:, -width:], inside, strict=True)]
+        responses = [
+            row[mask > 0].tolist() for row, mask in zip(ids[:, -width:], inside, strict=True)
+        ]
         scores = torch.zeros_like(log_prob)
-        scores[range(len(kept)), inside.sum(1) - 1] = torch.tensor(reward(kept)).float()
+        scores[range(len(responses)), inside.sum(1) - 1] = torch.tensor(reward(responses)).float()
         batch = DataProto.from_dict(
             {
                 "token_level_scores": scores,

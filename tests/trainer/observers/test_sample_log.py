@@ -82,8 +82,10 @@ def totals(log: SampleLog) -> dict[str, Any]:
     """Return how many samples of all accounts were made, trained on and dropped."""
     accounts = log.accounts.values()
     dropped = sum((account.dropped for account in accounts), Counter[str]())
-    made, trained = (sum(getattr(a, name) for a in accounts) for name in ("generated", "trained"))
-    return {"made": made, "trained": trained, "dropped": dict(dropped)}
+    generated, trained = (
+        sum(getattr(a, name) for a in accounts) for name in ("generated", "trained")
+    )
+    return {"made": generated, "trained": trained, "dropped": dict(dropped)}
 
 
 def test_a_filter_that_adds_tokens_is_an_error() -> None:

@@ -37,8 +37,8 @@ def passes(folder: Path, num_layers: int, num_ranks: int = 1) -> Records:
 @pytest.mark.parametrize("call", ["forward", "update", "step"])
 def test_many_layers_take_as_long_as_if_all_were_recorded(tmp_path: Path, call: str) -> None:
     many, few = passes(tmp_path / "12", 12), passes(tmp_path / "6", 6)
-    whole = Records({call: {3: {8: many.at(call, 3, 8)}, 6: {8: few.at(call, 6, 8)}}})
-    assert whole.at(call, 12, 8).device == pytest.approx(many.at(call, 12, 8).device, rel=0.01)
+    joined = Records({call: {3: {8: many.at(call, 3, 8)}, 6: {8: few.at(call, 6, 8)}}})
+    assert joined.at(call, 12, 8).device == pytest.approx(many.at(call, 12, 8).device, rel=0.01)
 
 
 def test_fsdp_gathers_layers_twice_per_pass_and_reduces_every_gradient(tmp_path: Path) -> None:

@@ -66,6 +66,14 @@ class Groups:
         variance = self.sum(centered.square()) / (self.size - 1).clamp(min=1)
         return variance.sqrt()[self.of_row]
 
+    def normalized(self, centered: Tensor, epsilon: float) -> Tensor:
+        """Return centered scores divided by their group's standard deviation.
+
+        The score of a group of one stays unchanged.
+        """
+        divided = centered / (self.std(centered) + epsilon)
+        return torch.where(self.size_of_row() > 1, divided, centered)
+
 
 def scores_of(token_level_rewards: Tensor) -> Tensor:
     """Return one score per row, [rows]: the sum of its rewards [rows, R]."""

@@ -45,8 +45,7 @@ def compute_grpo_outcome_advantage(
     groups = Groups.of(index, scores)
     centered = groups.centered(scores)
     if norm_adv_by_std_in_grpo:
-        normalized = centered / (groups.std(centered) + epsilon)
-        centered = torch.where(groups.size_of_row() > 1, normalized, centered)
+        centered = groups.normalized(centered, epsilon)
     advantages = on_tokens(centered, response_mask)
     return advantages, advantages
 
@@ -148,8 +147,7 @@ def compute_gdpo_outcome_advantage(
     for rewards, weight in zip(named_rewards.unbind(dim=1), weights, strict=True):
         centered = groups.centered(_without_gaps(rewards, groups))
         if norm_adv_by_std_in_grpo:
-            normalized = centered / (groups.std(centered) + epsilon)
-            centered = torch.where(groups.size_of_row() > 1, normalized, centered)
+            centered = groups.normalized(centered, epsilon)
         total.add_(centered, alpha=weight)
 
     advantages = on_tokens(total, response_mask)
@@ -199,8 +197,7 @@ def compute_grpo_process_advantage(
     steps = Groups(groups.of_row[rows], torch.bincount(groups.of_row[rows]).to(scores.dtype))
     centered = steps.centered(scores)
     if norm_adv_by_std_in_grpo:
-        scaled = centered / (steps.std(centered) + epsilon)
-        centered = torch.where(steps.size_of_row() > 1, scaled, centered)
+        centered = steps.normalized(centered, epsilon)
 
     normalized = torch.zeros_like(token_level_scores)
     normalized[rows, places] = centered
