@@ -30,8 +30,8 @@ from trainer.config.settings import keys_of, parse
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.recipe_command import is_setting, load_or_exit, run_or_exit
-from trainer.report.read import RunData, read_run
 from trainer.run_folder.metrics import SAMPLED
+from trainer.tools.report.read import RunData, read_run
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
 from verl_like.masking import mask_text

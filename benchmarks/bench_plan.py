@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from trainer.cli.plan import job_of
-from trainer.planner.job import sizes_of
+from trainer.tools.planner.job import sizes_of
 from workers.config.model import FSDPConfig, ModelConfig, ParallelConfig
 from workers.memory import GIB, LargestPass, memory_of
 from workers.training.role_model import RoleModelSpec

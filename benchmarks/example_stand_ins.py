@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.workers.models import vision
 from tests.workers.models.architectures import build_tiny, tiny_model_config
-from trainer.migrate.translation import Translation
-from trainer.migrate.trl import ROWS as ROWS_IN_CODE
+from trainer.tools.migrate.translation import Translation
+from trainer.tools.migrate.trl import ROWS as ROWS_IN_CODE
 from verl_like.errors import ConfigError
 
 ROWS = 1056

@@ -54,10 +54,10 @@ from tests.forked import run_program
 from trainer.cli.check import main as main_of_check
 from trainer.config.compose import load_config
 from trainer.config.unused_keys import unused_reason
-from trainer.migrate.recorder import record
-from trainer.migrate.systems import RECIPES, migrate
-from trainer.migrate.translation import Translation
 from trainer.ppo.recipe import PPO
+from trainer.tools.migrate.recorder import record
+from trainer.tools.migrate.systems import RECIPES, migrate
+from trainer.tools.migrate.translation import Translation
 from verl_like.errors import ConfigError
 
 ENVIRONMENT = {
@@ -68,7 +68,7 @@ ENVIRONMENT = {
 }
 PRELOADED = [
     *("tests.rare_collections", "tests.foreign_functions", "peft", "tests.warm", "tests.frozen"),
-    *("trainer.cli.check", "trainer.rehearsal.rehearse"),
+    *("trainer.cli.check", "trainer.tools.rehearsal.rehearse"),
 ]
 """Modules that the processes of a rehearsal have from the start."""
 MOST_WORDS = 400

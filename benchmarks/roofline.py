@@ -8,8 +8,8 @@
     python benchmarks/roofline.py decode 0.5b --rows 256
     python benchmarks/roofline.py host 0.5b         # the host's time to prepare a mini-batch
 
-The real worker runs on the meta device (`trainer.planner.recorder`). A call prints its seconds, and
-by place: its operations, its waits for the device, and its copies to the device.
+The real worker runs on the meta device (`trainer.tools.planner.recorder`). A call prints its
+seconds, and by place: its operations, its waits for the device, and its copies to the device.
 """
 
 from __future__ import annotations
@@ -31,9 +31,17 @@ from gpu_models import QWEN2, Job, actor_of, config_of, rows_of
 from sides import HERE
 from transformers import AutoModelForCausalLM
 
-from trainer.planner import records
-from trainer.planner.cost import DEVICES, Gpus, ModelCost, StepRows, measured_on, pass_seconds
-from trainer.planner.recorder import H100, META, Operation, Recorder, fused, move_buffers, on_meta
+from trainer.tools.planner import records
+from trainer.tools.planner.cost import DEVICES, Gpus, ModelCost, StepRows, measured_on, pass_seconds
+from trainer.tools.planner.recorder import (
+    H100,
+    META,
+    Operation,
+    Recorder,
+    fused,
+    move_buffers,
+    on_meta,
+)
 
 
 def actor(folder: Path, job: Job) -> Any:
@@ -220,9 +228,9 @@ PREDICTED: dict[str, tuple[Callable[[], float], str]] = {
         "the compiled gradient does not reach the bandwidth",
     ),
 }
-"""Measured figure (`trainer/planner/measured.json`) -> its prediction, and why that is off.
+"""Measured figure (`trainer/tools/planner/measured.json`) -> its prediction, and why that is off.
 
-Whole steps are not here, but in `tests/trainer/planner/test_measured_figures.py`.
+Whole steps are not here, but in `tests/trainer/tools/planner/test_measured_figures.py`.
 """
 
 

@@ -40,7 +40,6 @@ from trainer.cli.plan_sections import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.migrate.flags import FlagRow, Table, read_table
 from trainer.ppo import verl
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
@@ -49,6 +48,7 @@ from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT
+from trainer.tools.migrate.flags import FlagRow, Table, read_table
 from workers.columns import COLUMNS
 from workers.config import KL_ESTIMATORS as KL_NAMES
 from workers.config import LOSS_AGG_MODES, RewardConfig

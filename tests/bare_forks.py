@@ -24,13 +24,13 @@ from tests.fork_client import Request, packed, read_number, receive, send
 
 SMALL = (
     *("workers.rewards.process", "workers.rewards.functions", "workers.rewards.program"),
-    "trainer.migrate.recorder",
+    "trainer.tools.migrate.recorder",
 )
 ENVIRONMENTS = ("workers.agents.process", "numpy", "openai")
 PROGRAMS = {
     "workers.rewards.process": SMALL,
     "workers.rewards.program": SMALL,
-    "trainer.migrate.recorder": SMALL,
+    "trainer.tools.migrate.recorder": SMALL,
     "workers.agents.process": ENVIRONMENTS,
 }
 """Program that may be forked here -> the modules that its server has loaded."""

@@ -146,7 +146,7 @@ def drawings() -> Iterator[list[tuple[ModuleType, str, Any]]]:
 
     Drawing takes 0.8 s, twice as long as a tiny run, so most reports are written without figures.
     """
-    from trainer.report import figures
+    from trainer.tools.report import figures
 
     originals = [(figures, name, getattr(figures, name)) for name in FIGURES]
     with pytest.MonkeyPatch.context() as patch:
@@ -183,7 +183,7 @@ def draw_figures(
 def draw_no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn figures off, also in a process that a test starts."""
     for drawing in FIGURES:
-        monkeypatch.setattr(f"trainer.report.figures.{drawing}", lambda *_: "")
+        monkeypatch.setattr(f"trainer.tools.report.figures.{drawing}", lambda *_: "")
 
 
 @pytest.fixture(scope="session")

@@ -32,11 +32,11 @@ from trainer.config.key_errors import unknown_key
 from trainer.config.keys import config_keys, known_arguments, named_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.settings import jobs_of
-from trainer.evaluation.recipe import EVAL
 from trainer.launch import ALL_FOUND, nominal_placement
 from trainer.ppo.verl import renamed
 from trainer.recipe_command import is_setting
 from trainer.serve.recipe import SERVE
+from trainer.tools.evaluation.recipe import EVAL
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS

@@ -63,17 +63,16 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("config", "hooks"),
         ("data", "groups", "run_folder"),
         ("memory", "restarts", "observers"),
-        ("report",),
         ("record",),
         ("loop",),
         ("launch",),
         ("rollouts", "rows"),
         ("ppo", "preference", "reward_model", "sft"),
-        ("compare",),
         ("async_training",),
-        ("planner",),
-        ("check_loss", "evaluation", "rehearsal", "replay", "serve"),
-        ("migrate",),
+        ("tools", "tools.report"),
+        ("tools.compare", "tools.planner"),
+        ("tools.check_loss", "tools.evaluation", "tools.rehearsal", "tools.replay", "serve"),
+        ("tools.migrate",),
         ("recipe_command",),
         ("main_ppo", "api"),
         ("__init__",),
@@ -87,7 +86,8 @@ shorter one's room: `process.info` is not in `process`.
 """
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("trainer.run_folder.result", "trainer.report.figures"): "a result draws the report's curves",
+    ("trainer.launch", "trainer.tools.report.page"): "a run writes its report at its end",
+    ("trainer.run_folder.result", "trainer.tools.report.figures"): "a result draws its curves",
 }
 """(importer, imported) of imports in functions that may go up or close a cycle -> the reason."""
 

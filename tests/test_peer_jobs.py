@@ -17,7 +17,7 @@ import pytest
 from tests import ROOT
 from tests.conftest import load
 from tests.forked import run_program
-from tests.trainer.migrate.words import migrated
+from tests.trainer.tools.migrate.words import migrated
 from trainer import load_config
 
 PEERS = ROOT / "benchmarks" / "peers"

@@ -80,7 +80,7 @@ def run_steps(
 
     `observers` follow those of every run. `shorten` changes the trainer's inputs.
     """
-    from trainer.report.page import close_run  # a tool, which the core does not need
+    from trainer.tools.report.page import close_run  # a tool, which the core does not need
 
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
 

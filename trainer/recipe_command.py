@@ -248,7 +248,7 @@ def run_jobs(
 
     trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
     if len(trained) > 1:
-        from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
+        from trainer.tools.compare.tables import PAGE, comparison_text, read_runs, write_comparison
 
         runs = read_runs(trained)
         page = write_comparison(runs, trained[0].parent / PAGE)

@@ -31,7 +31,7 @@ from verl_like.errors import (
     WorkerDiedError,
     WorkerError,
 )
-from verl_like.files import json_line
+from verl_like.files import json_line, json_objects
 from verl_like.masking import mask_text
 
 LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
@@ -256,3 +256,22 @@ def describe_lost_steps(num_steps: int) -> str:
     if num_steps == 0:
         return "no finished step is lost"
     return f"{num_steps} finished step{'s' * (num_steps > 1)} repeated"
+
+
+def describe_restarts(folder: Path) -> list[str]:
+    """Describe the restarts and the affected samples in one line; none without restarts."""
+    lines, _ = json_objects(folder / RESTARTS_FILE)
+    steps = [str(line.get("step")) for line in lines if "lost" in line]
+    if not steps:
+        return []
+    sources = ""
+    for line in lines:
+        if "state_from" in line:
+            lost = describe_lost_steps(line["finished_steps_made_again"])
+            sources += f"; in step {line['step']} with the state of {line['state_from']}, {lost}"
+    num_kept = sum(line["samples_kept"] for line in lines if "samples_kept" in line)
+    again = sum(line["samples_made_again"] for line in lines if "samples_made_again" in line)
+    samples = ""
+    if num_kept + again:
+        samples = f"; samples of lost groups: {num_kept} kept, {again} regenerated"
+    return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}"]

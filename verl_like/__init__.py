@@ -20,15 +20,15 @@ if TYPE_CHECKING:  # start here: recipes, environments, hooks, and the results o
     from trainer.api.recipes import SFT as SFT
     from trainer.api.recipes import AsyncPPO as AsyncPPO
     from trainer.api.recipes import RewardModelTraining as RewardModelTraining
-    from trainer.check_loss import check_loss as check_loss
     from trainer.hooks import Hooks as Hooks
     from trainer.launch import run as run
-    from trainer.migrate.systems import migrate as migrate
     from trainer.ppo.config import PPOConfig as PPOConfig
     from trainer.ppo.recipe import load_config as load_config
-    from trainer.report.page import write_report as write_report
     from trainer.run_folder.result import RunResult as RunResult
     from trainer.run_folder.signals import RunInterrupted as RunInterrupted
+    from trainer.tools.check_loss import check_loss as check_loss
+    from trainer.tools.migrate.systems import migrate as migrate
+    from trainer.tools.report.page import write_report as write_report
     from workers.agents import Environment as Environment
     from workers.agents import EnvironmentAdapter as EnvironmentAdapter
     from workers.agents import Observation as Observation

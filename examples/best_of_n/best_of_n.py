@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer import load_config, run
-from trainer.evaluation.recipe import EVAL
-from trainer.evaluation.step import Evaluation
 from trainer.record import Metrics
 from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.turns import POLICY, chats_of
+from trainer.tools.evaluation.recipe import EVAL
+from trainer.tools.evaluation.step import Evaluation
 from verl_like.batch.protocol import DataProto
 from workers.columns import sample_scores
 from workers.rewards.manager import decode_responses

@@ -12,8 +12,8 @@ from tests.integration.runs import lines
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.pairs import read_pairs
-from trainer.evaluation.recipe import EVAL
 from trainer.launch import run
+from trainer.tools.evaluation.recipe import EVAL
 
 
 def config_of(tiny_dir: Path, folder: Path, *more: str) -> Any:

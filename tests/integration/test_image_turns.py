@@ -12,7 +12,7 @@ from tests.integration.runs import lines, numbers
 from tests.workers.models.vision import picture, write_model
 from trainer import load_config, run
 from trainer.cli import eval as evaluation
-from trainer.replay.replay import replay
+from trainer.tools.replay.replay import replay
 from verl_like.errors import ConfigError
 
 GAME = """

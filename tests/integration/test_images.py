@@ -118,7 +118,7 @@ def test_a_resumed_run_and_packed_rows_have_the_numbers_of_a_plain_run(
 
 
 def test_a_step_with_images_is_replayed_bit_for_bit(rows: Path, tmp_path: Path) -> None:
-    from trainer.replay.replay import replay
+    from trainer.tools.replay.replay import replay
 
     model = write_model("qwen2_vl", tmp_path / "model")
     more = ("trainer.save_freq=1", "trainer.batch_steps_to_keep=2", "trainer.n_gpus_per_node=1")

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from tests import ROOT
-from tests.trainer.report.report_runs import make_run
+from tests.trainer.tools.report.report_runs import make_run
 from tests.workers.samples import started, tiny_config
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import load_tokenizer
-from trainer.report.page import write_report
 from trainer.run_folder.folder import read_marker, saved_config
+from trainer.tools.report.page import write_report
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 from verl_like.process.random_state import load_random_state

@@ -17,9 +17,9 @@ from tests.integration.runs import overrides
 from trainer import PPOTrainer, load_config
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Loop
-from trainer.planner.search import partitions
 from trainer.ppo.config import PPOConfig
 from trainer.record import Metrics, Run
+from trainer.tools.planner.search import partitions
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model")
 PARTITIONS = sorted(partitions(ROLES))

@@ -26,7 +26,7 @@ RUN = [case for case, row in RESULTS.items() if row and len(row) > 4]
 @pytest.fixture(autouse=True)
 def _without_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the pages of the runs, which take half of the time."""
-    monkeypatch.setattr("trainer.report.page._write", lambda data: "left out")
+    monkeypatch.setattr("trainer.tools.report.page._write", lambda data: "left out")
 
 
 def check(case: str, tiny: Path, folder: Path) -> None:

@@ -18,13 +18,13 @@ from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 from trainer.config.recipe import Recipe
 from trainer.data import files
-from trainer.evaluation.recipe import EVAL
 from trainer.launch import ALL_FOUND
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.run_folder.tracking import BUILT_IN
 from trainer.sft.recipe import SFT
+from trainer.tools.evaluation.recipe import EVAL
 from verl_like.errors import VerlLikeError
 
 DRY = ("trainer.dry_run=true", "trainer.backend=local", "trainer.logger=[]")

@@ -10,7 +10,7 @@ import pytest
 
 from tests import ROOT
 from tests.integration.runs import lines
-from tests.trainer.report.report_runs import make_run
+from tests.trainer.tools.report.report_runs import make_run
 from trainer.ppo.recipe import PPO
 from trainer.recipe_command import run_command
 

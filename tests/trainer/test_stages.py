@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.evaluation.step import Evaluation
 from trainer.loop import Trainer
 from trainer.ppo.stages import PPOTrainer
 from trainer.preference.step import PreferenceTrainer
 from trainer.reward_model.step import RewardModelTrainer
 from trainer.sft.step import SFTTrainer
+from trainer.tools.evaluation.step import Evaluation
 
 TRAINER = Path(__file__).resolve().parents[2] / "trainer"
 BEFORE_STEPS = {"reference"}

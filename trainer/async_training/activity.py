@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partialmethod
 from typing import NamedTuple
 
-from trainer.report.accounts import STATES
+from trainer.run_folder.accounts import STATES
 
 VERBS = {
     "waiting": "has waited {} for",

@@ -30,8 +30,8 @@ from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
 from trainer.loop import StopRequested, Trainer
 from trainer.record import Run
-from trainer.report.accounts import describe_log
 from trainer.restarts import LOOK_AGAIN_S, wait_for_room
+from trainer.run_folder.accounts import describe_log
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.errors import (

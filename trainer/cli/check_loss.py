@@ -26,7 +26,7 @@ from collections.abc import Sequence
 
 import yaml  # type: ignore[import-untyped]
 
-from trainer.check_loss import BrokenRelation, check_loss
+from trainer.tools.check_loss import BrokenRelation, check_loss
 from verl_like.terminal import usage_of
 
 

@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.compare.tables import PAGE, comparison_text, read_runs, write_comparison
+from trainer.tools.compare.tables import PAGE, comparison_text, read_runs, write_comparison
 from verl_like.terminal import terminal_width, usage_of
 
 

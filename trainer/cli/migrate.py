@@ -34,8 +34,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from trainer.migrate.systems import migrate
-from trainer.migrate.translation import commented
+from trainer.tools.migrate.systems import migrate
+from trainer.tools.migrate.translation import commented
 from verl_like.terminal import terminal_width
 
 
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
         translations = migrate(system, source, script_arguments)
     print("\n\n".join(done.report(terminal_width()) for done in translations), flush=True)
     if asks_for_proof:
-        from trainer.migrate.prove import prove
+        from trainer.tools.migrate.prove import prove
 
         for done in translations:
             print(f"\n{commented(prove(system, done))}", flush=True)

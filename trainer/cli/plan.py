@@ -47,11 +47,11 @@ from trainer.cli.main import RECIPES, resolve_command
 from trainer.config import compose
 from trainer.config.devices import GPUS_PER_NODE
 from trainer.config.settings import overrides_of
-from trainer.planner.cost import NUMBERS, POINTS, device_of, spread
-from trainer.planner.job import Job, cluster_keys
-from trainer.planner.ppo import PPOJob
-from trainer.planner.text import MOST_GPUS, NO_FILES, plan_text
 from trainer.rows.preflight import longest_row
+from trainer.tools.planner.cost import NUMBERS, POINTS, device_of, spread
+from trainer.tools.planner.job import Job, cluster_keys
+from trainer.tools.planner.ppo import PPOJob
+from trainer.tools.planner.text import MOST_GPUS, NO_FILES, plan_text
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import parse_json
 from verl_like.process.garbage import pause_collection
@@ -59,9 +59,9 @@ from verl_like.registry import load_object
 from verl_like.terminal import terminal_width
 
 JOBS = {
-    "ppo": "trainer.planner.ppo.PPOJob",
-    "async": "trainer.planner.async_training.AsyncJob",
-    **dict.fromkeys(("sft", "reward-model", "dpo"), "trainer.planner.rows.RowsJob"),
+    "ppo": "trainer.tools.planner.ppo.PPOJob",
+    "async": "trainer.tools.planner.async_training.AsyncJob",
+    **dict.fromkeys(("sft", "reward-model", "dpo"), "trainer.tools.planner.rows.RowsJob"),
 }
 ON_SAMPLES = ("ppo", "async")
 """Recipes that plan samples; the others plan rows of a file."""

@@ -21,10 +21,10 @@ from trainer.ppo.dataflow import describe, overridden_stages
 from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
-from trainer.report.read import read_run
 from trainer.rows import preflight
 from trainer.rows.config import RowConfig
 from trainer.rows.trainer import step_sizes
+from trainer.tools.report.read import read_run
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.losses.registry import POLICY_LOSSES

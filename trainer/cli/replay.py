@@ -38,8 +38,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.observers.saved_batches import STAGES
-from trainer.replay.replay import Replayed, replay
-from trainer.replay.trajectory import ReplayedTrajectory, replay_trajectory
+from trainer.tools.replay.replay import Replayed, replay
+from trainer.tools.replay.trajectory import ReplayedTrajectory, replay_trajectory
 from verl_like.terminal import usage_of
 
 MOST_LINES = 20

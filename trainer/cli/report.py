@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from trainer.report.page import write_report
+from trainer.tools.report.page import write_report
 
 
 def main(arguments: Sequence[str]) -> None:

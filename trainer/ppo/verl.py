@@ -6,7 +6,7 @@
 A key without a counterpart is dropped with a notice if it has no effect here or only determines how
 the work is laid out. Other keys without a counterpart are rejected in one error. Keys that neither
 verl nor this project has are left to the key check that runs next. `verl_keys.yaml` lists verl's
-keys that differ from ours; `trainer.migrate.verl` and the docs read it, too.
+keys that differ from ours; `trainer.tools.migrate.verl` and the docs read it, too.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@
   batches/N/         the inputs of its stages, if saved     (trainer.observers.saved_batches)
   validation/N.jsonl samples of the validation after step N (a recipe with samples)
   model/             the trained model, after the last step (trainer.run_folder.checkpoint)
-  report.html        the report of the run, at its end      (trainer.report.page)
-  failure.txt        the error or signal that ended it      (trainer.report.page)
+  report.html        the report of the run, at its end      (trainer.tools.report.page)
+  failure.txt        the error or signal that ended it      (trainer.tools.report.page)
 
 A checkpoint is committed by its marker `commit.json`, which covers all roles, and is written last
 and read first. Reading it returns data of the expected form, or raises an error with the reason.

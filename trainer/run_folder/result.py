@@ -70,7 +70,7 @@ class RunResult:
 
     def _watched(self) -> list[tuple[str, list[float]]]:
         """Return the first metric of each figure of the report, with its values."""
-        from trainer.report.figures import panels_of
+        from trainer.tools.report.figures import panels_of
 
         known = metric_names(self.metrics)
         watched: dict[str, list[float]] = {}
@@ -134,7 +134,7 @@ class RunResult:
 
     def plot(self, *names: str) -> Curves:
         """Return the report's curves for a notebook, or those of metrics such as `val-core/*`."""
-        from trainer.report.figures import Panel, curves, panels_of
+        from trainer.tools.report.figures import Panel, curves, panels_of
 
         panels = [Panel(name, "", (name,)) for name in names] or panels_of(self.metrics)
         drawn = {panel.title: curves(self.metrics, panel) for panel in panels}

@@ -26,7 +26,7 @@ from trainer.async_training.samplers import (
     select_chunks,
 )
 from trainer.observers.sample_log import QUEUED
-from trainer.report.accounts import describe_log
+from trainer.run_folder.accounts import describe_log
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError
 

@@ -16,9 +16,9 @@ from trainer.config.compose import load_config
 from trainer.config.recipe import Recipe
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
-from trainer.report.accounts import tokens_of
-from trainer.report.page import write_report
 from trainer.rollouts.turns import ENVIRONMENTS
+from trainer.run_folder.accounts import tokens_of
+from trainer.tools.report.page import write_report
 from verl_like.errors import CallbackError
 from workers.agents.trajectory import GIVEN_UP
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import overrides
-from tests.trainer.report.report_runs import make_run
+from tests.trainer.tools.report.report_runs import make_run
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import explain, full_plan, main

@@ -9,12 +9,12 @@ import pytest
 
 from trainer.cli import plan
 from trainer.config.settings import overrides_of
-from trainer.planner.job import cluster_keys
-from trainer.planner.ppo import PPOJob
-from trainer.planner.search import PlannedPlacement
-from trainer.planner.text import SHOWN, plan_text, split_valid, three_digits
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
+from trainer.tools.planner.job import cluster_keys
+from trainer.tools.planner.ppo import PPOJob
+from trainer.tools.planner.search import PlannedPlacement
+from trainer.tools.planner.text import SHOWN, plan_text, split_valid, three_digits
 from verl_like.errors import ConfigError
 from workers.memory import pool_bytes
 
@@ -170,6 +170,8 @@ def test_a_model_that_fits_nowhere_gets_the_number_of_gpus_it_needs(settings: li
 def test_a_plan_that_does_not_fit_has_alternatives(
     settings: list[str], keys: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.planner.text.MOST_GPUS", 1)  # skips the search for enough GPUs
+    monkeypatch.setattr(
+        "trainer.tools.planner.text.MOST_GPUS", 1
+    )  # skips the search for enough GPUs
     with pytest.raises(ConfigError, match=words):
         plan.plan(["--gpus=1", "--device=H100", "--memory-gib=6", *settings, *keys])

@@ -9,10 +9,10 @@ import pytest
 
 from tests.trainer.cli.test_plan import SIZES
 from trainer.cli import plan
-from trainer.planner.async_training import AsyncPlacement
-from trainer.planner.job import Job
-from trainer.planner.search import PlannedPlacement
-from trainer.planner.text import split_valid
+from trainer.tools.planner.async_training import AsyncPlacement
+from trainer.tools.planner.job import Job
+from trainer.tools.planner.search import PlannedPlacement
+from trainer.tools.planner.text import split_valid
 from verl_like.errors import ConfigError
 from workers.memory import GIB, pool_bytes
 

@@ -10,11 +10,11 @@ from tests.import_graph import PACKAGES, sources
 from trainer.async_training.recipe import ASYNC
 from trainer.config.keys import leaf_keys
 from trainer.config.recipe import Recipe
-from trainer.evaluation.recipe import EVAL
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
+from trainer.tools.evaluation.recipe import EVAL
 
 NO_READERS = ("checks.py", "unused_keys.py")
 READ_NAME = re.compile(r"\.(\w+)\b(?!\s*(?:=[^=]|: ))|[\"'](\w+)[\"']")

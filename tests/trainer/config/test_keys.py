@@ -13,12 +13,12 @@ from trainer.config.keys import config_keys, field_docs, leaf_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import keys_left_out, without_keys
-from trainer.evaluation.recipe import EVAL
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
+from trainer.tools.evaluation.recipe import EVAL
 
 KEYS_FILE = Path(__file__).parent / "ppo_keys.txt"
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]

@@ -15,8 +15,8 @@ from tests.integration.runs import POLICY_ALONE, lines, numbers, overrides
 from trainer.config.compose import load_config
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
-from trainer.report.accounts import tokens_of
 from trainer.rollouts.turns import waits_for_environments
+from trainer.run_folder.accounts import tokens_of
 from trainer.run_folder.result import RunResult
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto

@@ -22,12 +22,12 @@ from trainer.cli import replay as command
 from trainer.cli.eval import main as evaluate
 from trainer.config.compose import load_config
 from trainer.data.lm_rows import read_lm_rows
-from trainer.evaluation.recipe import EVAL
 from trainer.observers.saved_batches import STAGES, batch_file
 from trainer.ppo.recipe import PPO
-from trainer.replay.replay import replay
-from trainer.replay.trajectory import _Row, first_difference, replay_trajectory
 from trainer.rollouts.turns import chats_of
+from trainer.tools.evaluation.recipe import EVAL
+from trainer.tools.replay.replay import replay
+from trainer.tools.replay.trajectory import _Row, first_difference, replay_trajectory
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 

@@ -16,8 +16,8 @@ from tests.trainer.rollouts.test_environments import GAMES, play, rows
 from trainer.observers.saved_batches import batch_file
 from trainer.ppo.config import FilterGroupsConfig
 from trainer.ppo.sample import collect_groups
-from trainer.replay.trajectory import replay_trajectory
 from trainer.rollouts.samples import repeat_prompts
+from trainer.tools.replay.trajectory import replay_trajectory
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import PLAYERS

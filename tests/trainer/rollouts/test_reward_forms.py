@@ -11,9 +11,9 @@ from tests.integration.runs import POLICY_ALONE, lines
 from trainer import load_config, run
 from trainer.config.recipe import Recipe
 from trainer.config.settings import overrides_of
-from trainer.evaluation.recipe import EVAL
 from trainer.ppo.recipe import PPO
-from trainer.report.read import read_run
+from trainer.tools.evaluation.recipe import EVAL
+from trainer.tools.report.read import read_run
 
 FORMS = """
 def share(text, letter):

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainer.report.report_runs import make_run
+from tests.trainer.tools.report.report_runs import make_run
 from trainer.ppo.config import PPOConfig
-from trainer.report.page import write_report
-from trainer.report.read import read_run
 from trainer.rollouts import rollouts
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import BYTES_OF_OLD_STEP, EXTRA, thin_samples, write_samples
+from trainer.tools.report.page import write_report
+from trainer.tools.report.read import read_run
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.files import lines_of, parse_json

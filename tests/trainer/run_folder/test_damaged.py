@@ -13,14 +13,14 @@ import pytest
 from tests.integration.runs import lines as lines_of
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, composed, resume_from, saved
 from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
-from trainer.compare.tables import read_runs
-from trainer.report.page import write_report
 from trainer.run_folder.checkpoint import steps_to_drop
 from trainer.run_folder.folder import committed, read_marker
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import LATEST
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import JsonLines
+from trainer.tools.compare.tables import read_runs
+from trainer.tools.report.page import write_report
 from verl_like.errors import CheckpointError, DamagedCheckpointError
 from verl_like.files import fingerprint
 from workers.training.manifest import read_manifest

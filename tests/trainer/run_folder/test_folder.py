@@ -11,7 +11,6 @@ import torch
 from tests.integration.runs import lines
 from trainer.ppo.config import PPOConfig
 from trainer.recipe_command import exit_on_error
-from trainer.report.page import close_run
 from trainer.run_folder.folder import (
     FolderLock,
     note_start,
@@ -19,6 +18,7 @@ from trainer.run_folder.folder import (
     saved_config,
     saved_tree,
 )
+from trainer.tools.report.page import close_run
 from verl_like import masking
 from verl_like.errors import ConfigError
 from verl_like.masking import MASK

@@ -1,0 +1,207 @@
+"""The report shows a run folder, complete or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import draw_figures
+from tests.trainer.tools.report.report_runs import make_run
+from trainer.tools.report.calls import last_steps, overlap_share, pools_at_work
+from trainer.tools.report.figures import WINDOWS, curves, known_panels, panels_of, running_mean
+from trainer.tools.report.page import close_run, write_report
+from trainer.tools.report.read import phase_shares, read_run
+from verl_like.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run") / "ppo", 20)
+
+
+@pytest.fixture(scope="module")
+def page(run_dir: Path, drawings: list[Any]) -> str:
+    """The report of `run_dir`, with its figures."""
+    with pytest.MonkeyPatch.context() as patch:
+        draw_figures(drawings, patch)
+        return page_of(run_dir)
+
+
+def page_of(folder: Path) -> str:
+    return write_report(folder).read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_panel_the_timeline_and_the_tables(page: str) -> None:
+    shown = re.findall(r'data-figure="([^"]+)"', page)
+    panels = [panel.title for panel in known_panels() if not panel.only_if_there]
+    assert shown == [*panels, "Timeline", "Phases"]
+    assert page.count("<svg") == len(shown)
+    assert "<title>critic-0: update_critic, 300.0 ms</title>" in page
+    for cell in ("actor_rollout_ref_pool", "actor, rollout", "1 CPU slot", "critic_pool"):
+        assert f"<td>{cell}</td>" in page
+
+
+def test_the_page_loads_no_external_file(page: str) -> None:
+    page = re.sub(r'xmlns(:xlink)?="[^"]*"|<!DOCTYPE[^>]*>', "", page)
+    assert re.findall(r'(?:src|href)="(?!#|data:)[^"]*"|url\((?!#)[^)]*\)|@import', page) == []
+
+
+def test_phase_shares_sum_to_100_and_match_the_metrics(run_dir: Path) -> None:
+    data = read_run(run_dir)
+    shares = phase_shares(data.metrics, data.stages)
+    names = ["gen", "score", "adv", "update", "update_weights", "other"]
+    assert [name for name, _, _ in shares] == names
+    assert sum(round(10 * share) for _, _, share in shares) == 1000
+    assert dict((name, share) for name, _, share in shares)["update"] == pytest.approx(40.0)
+    # validation and checkpoints come after the step
+    seconds = {"step": 1.0, "gen": 0.75, "testing": 0.5, "save_checkpoint": 0.5}
+    line = {f"timing_s/{name}": value for name, value in seconds.items()}
+    expected = [("gen", 37.5), ("testing", 25.0), ("save_checkpoint", 25.0), ("other", 12.5)]
+    assert [(name, share) for name, _, share in phase_shares([line], ["gen"])] == expected
+
+
+def test_the_overlap_is_the_share_of_time_in_which_two_pools_work(run_dir: Path) -> None:
+    calls = last_steps(read_run(run_dir).calls, 3)
+    assert len(calls) == 3 * 5
+    assert {number for _, _, number in pools_at_work(calls)} == {0, 1, 2}
+    assert overlap_share(calls) == pytest.approx(0.4 / 0.85, abs=1e-6)
+
+
+def test_samples_are_escaped_and_cut(tmp_path: Path) -> None:
+    page = page_of(make_run(tmp_path / "run", 2, response="<script>alert(1)</script>" + "y" * 5000))
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+    assert "more characters)" in page
+
+
+@pytest.mark.usefixtures("figures")
+def test_a_thousand_steps_take_seconds_and_few_megabytes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 1000, samples=2)
+    began = time.process_time()
+    path = write_report(folder)
+    assert time.process_time() - began < 5
+    assert path.stat().st_size < 5e6
+
+
+def test_metrics_of_other_recipes_have_figures(tmp_path: Path) -> None:
+    step = {"step": 1, "train/loss": 0.7, "train/accuracy": 0.5, "timing_s/step": 0.1}
+    lines = [step, {"step": 1, "val-core/rm/accuracy": 0.6, "val-aux/rm/margin": 0.1}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    titles = [panel.title for panel in panels_of(read_run(tmp_path).metrics)]
+    assert titles == ["train/loss", "train/accuracy", "val-core/rm/accuracy"]
+
+
+def test_the_report_names_incomplete_and_missing_files(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 3)
+    metrics = folder / "metrics.jsonl"
+    metrics.write_text(metrics.read_text()[:-40])
+    (folder / "timeline.json").write_text('{"traceEvents": [{"ph"')
+    (folder / "placement.txt").unlink()
+    page = page_of(folder)
+    assert "metrics.jsonl: 1 of 3 lines are incomplete" in page
+    assert "timeline.json is incomplete" in page
+    assert "placement.txt is missing" in page
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        (
+            "metrics.jsonl",
+            b'{"actor/entropy": 1}\n{"step": 1, "actor/entropy": "x"}\n',
+            "1 of 2 lines have no step",
+        ),
+        (
+            "timeline.json",
+            b'{"traceEvents": [{"ph": "X", "ts": 1, "dur": 1, "pid": 1, "tid": 1}]}',
+            "not written by a run",
+        ),
+        ("rollouts/1.jsonl", b'{"score": null}\n3\n', "1.jsonl: 1 of 2 lines"),
+        ("placement.txt", b"\xff\xff", ""),
+    ],
+)
+def test_foreign_content_is_skipped(tmp_path: Path, name: str, content: bytes, note: str) -> None:
+    folder = make_run(tmp_path / "run", 1)
+    (folder / name).write_bytes(content)
+    assert note in " ".join(read_run(folder).notes)
+
+
+@pytest.mark.usefixtures("figures")
+def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    close_run(tmp_path, RuntimeError("the critic's node is gone"))
+    page = (tmp_path / "report.html").read_text()
+    assert "the critic&#39;s node is gone" in page
+    assert "failed" in page
+    assert "No step ended." in page
+    close_run(tmp_path, KeyboardInterrupt())
+    page = (tmp_path / "report.html").read_text()
+    assert "Stopped by Ctrl-C." in page
+    assert "failed" not in page
+    close_run(tmp_path, None)
+    assert "Stopped" not in (tmp_path / "report.html").read_text()
+
+
+def test_a_failing_report_does_not_hide_the_failure_of_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    (tmp_path / "report.html").mkdir()
+    close_run(tmp_path, RuntimeError("the cause"))
+    assert "Try: verl-like report" in caplog.text
+
+
+def test_a_folder_that_is_no_run_is_rejected_and_run_folders_in_it_are_named(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path / "a" / "run", 1)
+    with pytest.raises(ConfigError, match=r"has no metrics\.jsonl .* Run folders in it: .*a/run"):
+        write_report(tmp_path)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        write_report(tmp_path / "nowhere")
+
+
+def test_a_kl_of_0_in_every_step_is_not_drawn(figures: None, tmp_path: Path) -> None:
+    lines = [{"step": n, "critic/score/mean": 0.5, "actor/ppo_kl": 0.0} for n in (1, 2)]
+    (panel,) = (panel for panel in known_panels() if panel.title == "KL")
+    for kl_of_the_last, drawn in ((0.0, False), (0.01, True)):
+        lines[-1]["actor/ppo_kl"] = kl_of_the_last
+        text = "\n".join(map(json.dumps, lines))
+        (tmp_path / "metrics.jsonl").write_text(text, encoding="utf-8")
+        assert bool(curves(read_run(tmp_path).metrics, panel)) is drawn
+
+
+def test_a_long_curve_has_its_running_mean() -> None:
+    values = [float(step % 2) for step in range(1000)]
+    values[500] = float("nan")
+    _, means = running_mean(list(range(1000)), values)
+    half = 1000 // (2 * WINDOWS)
+    for place in (0, 7, 500, 640, 999):
+        window = [v for v in values[max(place - half, 0) : place + half + 1] if v == v]
+        assert means[place] == pytest.approx(sum(window) / len(window))
+
+
+def test_a_pipe_or_a_device_is_not_read_as_a_timeline(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 1)
+    timeline = folder / "timeline.json"
+    timeline.unlink()
+    timeline.symlink_to("/dev/zero")
+    assert "timeline.json is missing." in read_run(folder).notes
+    timeline.unlink()
+    os.mkfifo(timeline)
+    assert "timeline.json is missing." in read_run(folder).notes
+
+
+def test_a_run_whose_metrics_are_all_nan_has_a_report(figures: None, tmp_path: Path) -> None:
+    file = make_run(tmp_path, 3) / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row |= {name: float("nan") for name in row if name != "step"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "no failure" in page_of(tmp_path)

@@ -1,0 +1,301 @@
+"""Repeat a step or a stage of a run from the run folder.
+
+The replay resumes from the newest checkpoint before the step, if there is one, in a folder that is
+removed afterwards. With `backend="local"`, most pools of one process run in the driver's process.
+Pools have the same number of processes as in the run, because it determines the order of sums.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from trainer.config.schema import RunConfig
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.launch import reproducible_arithmetic
+from trainer.loop import Loop, Trainer
+from trainer.observers.active import active_observers
+from trainer.observers.saved_batches import STAGES, SavedBatches, batch_file
+from trainer.ppo.config import PPOConfig
+from trainer.ppo.stages import PPOTrainer
+from trainer.record import Metrics, Run
+from trainer.run_folder.folder import open_run_folder
+from trainer.run_folder.lock import FolderLock
+from trainer.tools.replay.saved_run import SavedRun
+from verl_like.batch.protocol import DataProto
+from verl_like.config_key import changed
+from verl_like.errors import ConfigError, PlacementError
+from verl_like.process.sandbox import reject_nested_run
+
+OF_THE_CLOCK = ("timing", "perf/")
+"""Prefixes of metrics about seconds, speed and memory of the machine."""
+SECONDS = "_s/mean"
+"""The suffix of metrics about seconds of trajectories."""
+TIMES = ("times", "engine_s", "environment_s", "waiting_s")
+"""Fields of a trajectory in seconds."""
+
+
+def counted(names: Collection[str]) -> list[str]:
+    """Return the metrics to compare."""
+    return sorted(n for n in names if not n.startswith(OF_THE_CLOCK) and not n.endswith(SECONDS))
+
+
+def differing_metrics(
+    was: Mapping[str, float], now: Mapping[str, float], names: Collection[str]
+) -> list[str]:
+    """Return a line for every metric of these names that differs."""
+    lines = []
+    for name in names:
+        before, after = (repr(float(x[name])) if name in x else "absent" for x in (was, now))
+        if before != after:
+            lines.append(f"{name} was {before}, is {after}")
+    return lines
+
+
+def differing_columns(was: Path, now: Path) -> list[str]:
+    """Return a line for every column that differs between two saved batches."""
+    before, after = (_columns(DataProto.load_from_disk(path)) for path in (was, now))
+    lines = []
+    for name in sorted(before.keys() | after.keys()):
+        if name not in before or name not in after:
+            lines.append(f"{name} is new" if name in after else f"{name} is absent")
+        elif difference := _difference(before[name], after[name]):
+            lines.append(f"{name} {difference}")
+    return lines
+
+
+def _columns(batch: DataProto) -> dict[str, Any]:
+    tensors = {name: batch.padded(name) for name in batch.columns}
+    return {**tensors, **batch.non_tensor_batch}
+
+
+def _difference(before: Any, after: Any) -> str:
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return (
+            f"was {tuple(before.shape)} of {before.dtype}, is {tuple(after.shape)} of {after.dtype}"
+        )
+    pairs = enumerate(zip(before, after, strict=True))
+    rows = [number for number, (first, second) in pairs if _bits(first) != _bits(second)]
+    return f"differs in {len(rows)} of {len(before)} rows, first in row {rows[0]}" if rows else ""
+
+
+def _bits(row: Any) -> Any:
+    """Return the content of a row, in which NaN equals itself and 0.0 differs from -0.0."""
+    if isinstance(row, torch.Tensor):
+        return row.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    if isinstance(row, np.ndarray | np.generic) and row.dtype != np.dtype(object):
+        return row.tobytes()
+    if isinstance(row, dict):
+        return repr({name: row[name] for name in row if name not in TIMES})
+    return repr(row)
+
+
+Config = TypeVar("Config", bound=RunConfig)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Compared metrics and batches, and their differences."""
+
+    start: Path | None
+    num_metrics: int
+    compared_batches: Sequence[str]
+    """Stages whose saved batches were compared."""
+    differences: Sequence[str]
+
+
+def replay(
+    run_folder: Path,
+    step: int,
+    stage: str = "",
+    *,
+    breaks: bool = False,
+    from_start: bool = False,
+    backend: str = "local",
+) -> Replayed:
+    """Repeat the step, and compare it with the run's files."""
+    reject_nested_run()
+    saved = SavedRun.read(run_folder.resolve())
+    request = ReplayRequest(saved.folder, step, stage, breaks)
+    trainer_cls = replaying(saved.trainer_cls, request)
+    was = saved.metrics_of(step)
+    start = saved.start_of(step, from_start)
+
+    with tempfile.TemporaryDirectory(prefix="verl-like-replay-") as scratch:
+        folder = Path(scratch) / "run"
+        config = settings_of_replay(saved.config, start, folder, backend)
+        print(announcement(saved, start, step, config), flush=True)
+        make(config, trainer_cls)
+        now = {"step": step, **request.metrics}
+        names = counted(request.metrics if stage else was.keys() | now.keys())
+        differences, compared = differing_metrics(was, now, names), []
+        for name in STAGES:
+            old, new = (batch_file(source, step, name) for source in (saved.folder, folder))
+            if old.is_file() and new.is_file():
+                compared.append(name)
+                lines = differing_columns(old, new)
+                differences += [f"batch of {name}: {line}" for line in lines]
+    return Replayed(start, len(names), compared, differences)
+
+
+def settings_of_replay(config: Config, start: Path | None, folder: Path, backend: str) -> Config:
+    """Return the run's settings with changed folder, backend, resume and output."""
+    changes: dict[str, Any] = {
+        "trainer.default_local_dir": str(folder),
+        "trainer.resume_mode": "auto" if start is None else "resume_path",
+        "trainer.resume_from_path": None if start is None else str(start),
+        "trainer.save_freq": -1,
+        "trainer.save_every_minutes": None,
+        "trainer.save_final": False,
+        "trainer.logger": [],
+        "trainer.stop_at": {},
+        "trainer.max_restarts": 0,
+    }
+    if isinstance(config, PPOConfig):
+        changes["trainer.batch_steps_to_keep"] = 1
+    if backend == "local":
+        spec = config.resource_pool_spec
+        changes |= {
+            "trainer.backend": "local",
+            "trainer.n_gpus_per_node": config.trainer.n_gpus_per_node * config.trainer.nnodes,
+            "trainer.nnodes": 1,
+            "resource_pool_spec": {pool: [sum(sizes)] for pool, sizes in spec.items()},
+        }
+    return changed(config, changes)
+
+
+def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
+    """Prepare data and processes, and run the steps up to the requested one."""
+    with ExitStack() as at_end:
+        at_end.enter_context(reproducible_arithmetic())
+        lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
+        inputs = trainer_cls.prepare(config, at_end)
+        config = trainer_cls.resolve_config(config)
+        open_run_folder(config, lock)
+        try:
+            groups = at_end.enter_context(WorkerGroups(config, trainer_cls.worker_code(config)))
+        except PlacementError as error:
+            if config.trainer.backend != "local":
+                raise
+            raise PlacementError(
+                f"{error} A replay needs as many processes as the run had, because with another "
+                "number of processes, sums are added in a different order. Add --backend=run to "
+                "use the run's backend."
+            ) from error
+        observers = active_observers(config, trainer_cls)
+        Loop(trainer_cls(Run(config, groups, observers), *inputs)).run()
+
+
+def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConfig) -> str:
+    """Describe what is repeated from which state, and where breakpoints do not work."""
+    begin = "from its beginning" if start is None else f"from {start.name}"
+    lines = [f"replay of step {step} of {saved.folder}, {begin}"]
+    pools = config.resource_pool_spec
+    apart = [pool for pool, sizes in pools.items() if sum(sizes) > 1 or pool in config.child_pools]
+    if config.trainer.backend != "local":
+        apart = list(pools)
+    if apart:
+        lines.append(
+            f"these pools run in separate processes, as in the run: {', '.join(apart)}; "
+            "breakpoint() works only in the driver"
+        )
+    return "\n".join(lines)
+
+
+@dataclass
+class ReplayRequest:
+    """A request for a replay, and its result."""
+
+    run_folder: Path
+    step: int
+    stage: str = ""
+    """Empty: the whole step."""
+    breaks: bool = False
+    """True if the debugger is entered right before the step or stage."""
+    instead: Callable[[Any], Metrics] | None = None
+    """A function that replaces the step."""
+    metrics: Metrics = field(default_factory=dict)
+    """Metrics of the step or of the stage."""
+
+
+def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Trainer]:
+    """Return a subclass of the trainer that ends after the requested step."""
+    if request.stage and not issubclass(trainer_cls, PPOTrainer):
+        raise ConfigError(
+            f"--stage: a step of {trainer_cls.__qualname__} has no stages {', '.join(STAGES)}; "
+            "only verl-like ppo has them. Leave --stage out."
+        )
+    if request.stage and trainer_cls.step is not PPOTrainer.step:
+        raise ConfigError(
+            f"--stage: {trainer_cls.__qualname__} overrides the step, so its stages are "
+            "unknown. Leave --stage out; --break stops before that step."
+        )
+
+    class Replaying(trainer_cls):  # type: ignore[misc, valid-type]
+        @classmethod
+        def exports_model(cls, config: Any) -> bool:
+            return False
+
+        def step(self) -> Metrics:
+            if self.global_step != request.step:
+                return super().step()  # type: ignore[no-any-return]
+            if request.instead is not None:
+                return request.instead(self)
+            if request.stage:
+                return one_stage(self, request)
+            if request.breaks:
+                breakpoint()  # noqa: T100 - `step` goes into the run's own step
+            return super().step()  # type: ignore[no-any-return]
+
+        def validation_is_due(self, is_last: bool) -> bool:
+            is_part = bool(request.stage) or request.instead is not None
+            ends_early = is_part and self.global_step == request.step
+            return not ends_early and super().validation_is_due(is_last)
+
+        def end_reason(self) -> str:
+            if self.global_step == request.step:
+                return f"step {request.step} was replayed"
+            return super().end_reason()  # type: ignore[no-any-return]
+
+        def on_step_end(self, metrics: Metrics) -> None:
+            super().on_step_end(metrics)
+            if self.global_step == request.step:
+                request.metrics = dict(metrics)
+
+    Replaying.__qualname__ = trainer_cls.__qualname__
+    return Replaying
+
+
+def one_stage(trainer: PPOTrainer, request: ReplayRequest) -> Metrics:
+    """Run the stage on the batch that the run saved, or on the output of the earlier stages."""
+    batch = stage_input(trainer, request)
+    stage = getattr(trainer, request.stage)
+    if request.breaks:
+        breakpoint()  # noqa: T100 - `step` goes into the stage, `batch` is its input
+    result = stage(batch)
+
+    if request.stage == "update":
+        return dict(result)
+    batch, metrics = result
+    following = STAGES[STAGES.index(request.stage) + 1]
+    SavedBatches(trainer.config).save(following, batch, trainer.global_step)
+    return dict(metrics)
+
+
+def stage_input(trainer: PPOTrainer, request: ReplayRequest) -> DataProto:
+    """Return the batch that is the stage's input."""
+    path = batch_file(request.run_folder, request.step, request.stage)
+    if path.is_file():
+        return DataProto.load_from_disk(path)
+
+    batch, _ = trainer.sample()
+    for stage in STAGES[: STAGES.index(request.stage)]:
+        batch, _ = getattr(trainer, stage)(batch)
+    return batch
