@@ -1,8 +1,9 @@
 """Linear layers on CPUs with oneDNN, whose kernels are specialized for the processor.
 
-Torch uses MKL for float32 matrix products, which is fastest on one vendor's processors. On others
-with 512-bit vectors, oneDNN takes half the time. With two or more rows, its result for a row does
-not depend on the other rows. The weights are read in place; nothing is packed or copied.
+Torch uses MKL for float32 matrix products, which is fastest on Intel's processors, where updates
+use it. On others with 512-bit vectors, oneDNN takes half the time. With two or more rows, its
+result for a row does not depend on the other rows. The weights are read in place; nothing is packed
+or copied.
 
 Every number of rows needs a separate kernel. Its first use costs a third of a millisecond and 0.25
 MiB. `limit_kernel_caches` bounds their number per process.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -38,6 +40,14 @@ def supports(weight: Tensor) -> bool:
     """True if oneDNN can use this weight: plain float32, on a CPU, and torch's calls work."""
     is_plain = type(weight) in (Tensor, nn.Parameter)  # an int8 weight reports float32, too
     return is_plain and weight.device.type == "cpu" and weight.dtype == torch.float32 and _works()
+
+
+@functools.cache
+def mkl_is_faster() -> bool:
+    """True if torch multiplies many rows faster than oneDNN: on processors of Intel."""
+    cpus = Path("/proc/cpuinfo")
+    is_intel = cpus.is_file() and "GenuineIntel" in cpus.read_text(encoding="utf-8")
+    return is_intel and torch.backends.mkl.is_available()
 
 
 def linear(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

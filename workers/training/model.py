@@ -171,7 +171,7 @@ class Model:
         device.
 
         Each packed row attends only to itself. On a CPU, large float32 linear layers use oneDNN,
-        unless the model is compiled. A sharded module is resharded at the end.
+        unless the model is compiled or MKL is faster. A sharded module is resharded at the end.
         """
         with ExitStack() as stack:
             stack.enter_context(self.resident(optimizer))
@@ -180,9 +180,10 @@ class Model:
             for part in self.parts:
                 stack.enter_context(part.computing())
             if self.device.type == "cpu" and not self.is_compiled:
-                from workers.cpu.linear import onednn_linears
+                from workers.cpu import linear, onednn
 
-                stack.enter_context(onednn_linears(self.module))
+                if not onednn.mkl_is_faster():
+                    stack.enter_context(linear.onednn_linears(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module, self.kernel, self.is_compiled))
             yield

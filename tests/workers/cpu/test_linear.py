@@ -14,7 +14,7 @@ from tests.workers.distributed import run
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import VOCAB, make_batch, started, tiny_config
 from verl_like.process.info import OWN_PROCESS
-from workers.cpu import linear
+from workers.cpu import linear, onednn
 from workers.cpu.allocator import keep_freed_memory
 from workers.cpu.linear import onednn_linears
 from workers.roles.actor import ActorWorker
@@ -66,13 +66,17 @@ def test_gradients_through_onednn_match_the_models_own_code(
         assert (through_onednn[name] - gradient).norm() <= 2e-6 * gradient.norm(), name
 
 
-def test_an_engine_replaces_layers_only_on_the_cpu(tiny_dir: Path) -> None:
+@pytest.mark.parametrize("mkl_is_faster", [True, False])
+def test_an_engine_replaces_layers_only_on_cpus_where_onednn_is_faster(
+    mkl_is_faster: bool, tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn, "mkl_is_faster", lambda: mkl_is_faster)
     engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
-    for device, on_cpu in (("cpu", True), ("meta", False)):
+    for device, may_replace in (("cpu", True), ("meta", False)):
         engine.device = torch.device(device)
         with engine.running():
             is_replaced = any("forward" in vars(child) for child in engine.module.modules())
-        assert is_replaced == on_cpu
+        assert is_replaced == (may_replace and not mkl_is_faster)
 
 
 def test_only_float32_layers_run_through_onednn(tmp_path: Path) -> None:
