@@ -234,7 +234,7 @@ def run(
         at_end.enter_context(mock.patch.multiple(worker_groups, **pretended))
         lock = at_end.enter_context(FolderLock(folder))
         inputs = cls.prepare(config, at_end)
-        config = cls.resolve_config(config)
+        config = cls.recipe.resolve(config)
         open_run_folder(config, lock)
         note_start(folder)
         before_mib = rss_mib()
@@ -242,7 +242,7 @@ def run(
         groups.note_placement()
         show_plan(groups.placement, config, cls)
         Measured.gauge = gauge = Gauge(SimulatedPools.far_ends)
-        run = Run(config, groups, active_observers(config, cls), [gauge])
+        run = Run(config, groups, active_observers(config, cls.recipe), [gauge])
         MeasuredLoop(cls(run, *inputs)).run()
     results = gauge.end()
     stages = {

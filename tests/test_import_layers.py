@@ -63,7 +63,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("config", "hooks"),
         ("data", "groups", "run_folder"),
         ("memory", "restarts", "observers"),
-        ("record",),
+        ("record", "run_recipe"),
         ("loop",),
         ("launch",),
         ("rollouts", "rows"),

@@ -25,7 +25,7 @@ from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig
 from trainer.groups.nodes import describe_devices, joined_cluster, plan_on
 from trainer.groups.worker_groups import WorkerGroups, worker_class
-from trainer.hooks import Hooks
+from trainer.hooks import Hooks, check_callbacks
 from trainer.loop import Loop, Trainer
 from trainer.memory import UNKNOWN, describe_axes, role_models
 from trainer.observers.active import active_observers, end_of_run
@@ -83,6 +83,7 @@ def run_steps(
     from trainer.tools.report.page import close_run  # a tool, which the core does not need
 
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
+    recipe = trainer_cls.recipe
 
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
@@ -90,17 +91,17 @@ def run_steps(
         # a folder that this run cannot resume is rejected before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         nothing_left = ResumePoint(config).finished_message
-        if nothing_left and trainer_cls.all_files_written(config):
+        if nothing_left:
             print(nothing_left, flush=True)
             close_run(config.trainer.default_local_dir, None)
-            return RunResult.of(config, trainer_cls.role)
+            return RunResult.of(config, recipe.role)
 
         of_attempt = at_end.enter_context(ExitStack())
         inputs = shorten(trainer_cls.prepare(config, of_attempt))
-        config = trainer_cls.resolve_config(config)
+        config = recipe.resolve(config)
         folder = open_run_folder(config, lock)
 
-        observers, ended = [*active_observers(config, trainer_cls), *observers], False
+        observers, ended = [*active_observers(config, recipe), *observers], False
         try:
             attempts_of = Attempts(config, trainer_cls, observers, callbacks, stop)
             with closing(attempts_of) as attempts:
@@ -115,7 +116,7 @@ def run_steps(
             end_of_run(observers)
         finally:
             close_run(folder, sys.exception())
-    return RunResult.of(config, trainer_cls.role)
+    return RunResult.of(config, recipe.role)
 
 
 def check(
@@ -135,17 +136,18 @@ def check(
             lines = preflight_lines(config, trainer_cls)
         except VerlLikeError:
             with suppress(VerlLikeError):
-                for memory in trainer_cls.describe(config, terminal_width(), brief=True)[:1]:
+                describe = trainer_cls.recipe.describe
+                for memory in describe(config, trainer_cls, terminal_width(), True)[:1]:
                     if not memory.startswith(UNKNOWN):
                         print(fit(memory, terminal_width()), flush=True)
             raise
         if plan is not None:
             print(plan(config), flush=True)
-        config = trainer_cls.resolve_config(config)
+        config = trainer_cls.recipe.resolve(config)
         if plan is None:
             show_plan(nominal_placement(config), config, trainer_cls)
         print("", *lines, sep="\n", flush=True)
-    return RunResult.of(config, trainer_cls.role)
+    return RunResult.of(config, trainer_cls.recipe.role)
 
 
 def _checked_class(
@@ -155,7 +157,10 @@ def _checked_class(
     reject_nested_run()
     trainer_cls = trainer_cls or trainer_class(config)
     check_trainer(trainer_cls)
-    trainer_cls.check_code(config, callbacks)
+    check_callbacks(callbacks)
+    is_ours = trainer_cls.__module__.partition(".")[0] == "trainer"
+    if is_ours and not callbacks:  # a user's stage or callback may write further columns
+        trainer_cls.recipe.check_columns(config)
     return trainer_cls
 
 
@@ -187,7 +192,7 @@ class Attempts:
             self._trainer = None
             gc.collect()  # the last attempt's objects refer to each other, and the loop keeps them
         if self._groups is None:
-            code = self._trainer_cls.worker_code(self.config)
+            code = self._trainer_cls.recipe.worker_code(self.config)
             start = partial(WorkerGroups, self.config, code)
             self._groups = self._restarts.wait_for_capacity(start, self._failed_at)
             self._groups.note_placement()
@@ -254,7 +259,8 @@ def describe_plan(
     """Return the placement and the parts of a step."""
     width, trainer = terminal_width(), config.trainer
     axes = describe_axes(config, role_models(config))
-    parts = [*trainer_cls.describe(config, width, not full), placement.draw(width, axes)]
+    parts = trainer_cls.recipe.describe(config, trainer_cls, width, not full)
+    parts = [*parts, placement.draw(width, axes)]
     if not full and trainer.device == "auto" and trainer.n_gpus_per_node > 1:
         if "cpu" in {pool.device_kind for pool in placement.pools.values()}:
             parts.append("note: no GPU was found, so a process starts for each CPU slot.")
@@ -267,7 +273,7 @@ def describe_plan(
 def describe_saving(config: RunConfig, trainer_cls: type[Trainer]) -> str:
     """Return where the trained model will be, or a warning; "" if the run trains none."""
     trainer = config.trainer
-    if not trainer_cls.exports_model(config):
+    if not trainer_cls.recipe.exports_model(config):
         return ""
     if trainer.save_final:
         return f"Final model: {trainer.default_local_dir}/{MODEL}"
@@ -360,5 +366,5 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
 
     with ExitStack() as at_end:
         inputs = trainer_cls.prepare(config, at_end)
-        lines += trainer_cls.describe_inputs(config, *inputs)
+        lines += trainer_cls.recipe.describe_inputs(config, *inputs)
     return [*lines, ALL_FOUND]

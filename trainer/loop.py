@@ -3,11 +3,11 @@
 Each recipe has a subclass of `Trainer`, such as `PPOTrainer`; `trainer.launch.run` drives it:
 
     inputs = MyTrainer.prepare(config, at_end)        # data and the like; rejects what cannot work
-    with WorkerGroups(config, MyTrainer.worker_code(config)) as groups:
+    with WorkerGroups(config, MyTrainer.recipe.worker_code(config)) as groups:
         Loop(MyTrainer(Run(config, groups), *inputs)).run()
 
-A subclass must define `total_steps` and `step`. Everything else has a default. The loop knows no
-role names, batches or tokenizers.
+A subclass must define `total_steps` and `step`. Everything else has a default. `Trainer.recipe` has
+what is prepared and printed around the stages. The loop knows no role names, batches or tokenizers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from trainer.groups.worker_groups import WorkerGroups, worker_class
-from trainer.hooks import Hooks, check_callbacks
-from trainer.observers.alarms import AlarmRule
+from trainer.groups.worker_groups import WorkerGroups
+from trainer.hooks import Hooks
 from trainer.record import Call, Metrics, Run
 from trainer.restarts import replace_within_step
 from trainer.run_folder.folder import committed
@@ -28,6 +27,7 @@ from trainer.run_folder.metrics import describe_reached_target
 from trainer.run_folder.resume import IS_LAST
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
+from trainer.run_recipe import RunRecipe
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.errors import WorkerDiedError
@@ -58,20 +58,10 @@ class Trainer(Hooks, ABC):
         run: the record of the run (`trainer.record.Run`).
     """
 
-    stages: ClassVar[Sequence[str]] = ()
-    """The stages of each step in order, as `clock` names them; the report shows their times."""
-    concurrent_stages: ClassVar[Sequence[str]] = ()
-    """Stages that launch several calls concurrently, whose overlap becomes a metric."""
-    repeatable_stages: ClassVar[Sequence[str]] = ()
-    """Stages that run again after a lost group was replaced."""
-    role: ClassVar[str] = ""
-    """The role whose model the run trains and exports, if any."""
-    call_labels: ClassVar[Mapping[str, str]] = {}
-    """Method -> the name of its time among the metrics, if it differs from the method's name."""
-    alarm_rules: ClassVar[Sequence[AlarmRule]] = ()
-    """The rules that raise alarms on metrics."""
-    learns_from_samples: ClassVar[bool] = False
-    """True if steps train on samples that they generate; the sample log tracks these."""
+    recipe: ClassVar[RunRecipe] = RunRecipe()
+    """What is prepared and printed around the stages, and what reports show."""
+    has_validation = False
+    """True if there is data to validate on."""
     origins: Any = None
     """Where samples of an asynchronous run come from, for the observers
     (`trainer.async_training.origins`).
@@ -84,13 +74,6 @@ class Trainer(Hooks, ABC):
         self.groups: WorkerGroups = run.groups
         self.folder = run.folder
 
-    # ----------------------------------------------------------------- before a process starts
-
-    @classmethod
-    def check_code(cls, config: Any, callbacks: Sequence[object]) -> None:
-        """Check the user's code, such as callbacks; reads no data."""
-        check_callbacks(callbacks)
-
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
         """Prepare the data and other inputs before the workers start.
@@ -98,44 +81,12 @@ class Trainer(Hooks, ABC):
         Return the constructor arguments that follow `run`. Raise if the run cannot work. Register
         cleanup on `at_end`.
         """
-        return ()
-
-    @classmethod
-    def resolve_config(cls, config: Any) -> Any:
-        """Return the configuration with values that depend on files and devices."""
-        return config
-
-    @classmethod
-    def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
-        """Return the lines that a dry run prints about the inputs from `prepare`."""
-        return []
-
-    @classmethod
-    def worker_code(cls, config: Any) -> list[str]:
-        """Return the names and dotted paths of code that workers use, such as their classes."""
-        return list(config.role_workers.values())
-
-    @classmethod
-    def exports_model(cls, config: Any) -> bool:
-        """Return whether the run trains a model that it can save in its folder."""
-        return bool(cls.role) and hasattr(worker_class(config, cls.role), "export_model")
-
-    @classmethod
-    def all_files_written(cls, config: Any) -> bool:
-        """Return whether all output files exist; called when the last step is already saved."""
-        return True
-
-    @classmethod
-    def describe(
-        cls, config: Any, max_columns: int | None = None, brief: bool = False
-    ) -> list[str]:
-        """Return paragraphs about a step (a few lines if `brief`), to print with the placement."""
-        return []
+        return cls.recipe.prepare(config, at_end)
 
     @classmethod
     def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
         """Return a step's numbers for the console; if empty, it shows the first metrics instead."""
-        return ()
+        return cls.recipe.headline(metrics)
 
     # -------------------------------------------------------------------------------- the step
 
@@ -173,7 +124,7 @@ class Trainer(Hooks, ABC):
             try:
                 result = stage(*inputs)
             except WorkerDiedError as error:
-                if name not in self.repeatable_stages:
+                if name not in self.recipe.repeatable_stages:
                     raise
                 self.replace_lost(error)
                 result = stage(*inputs)
@@ -234,29 +185,9 @@ class Trainer(Hooks, ABC):
         """True if a timer or a signal may trigger a checkpoint after this step."""
         return True
 
-    @property
-    def has_validation(self) -> bool:
-        """True if there is data to validate on."""
-        return False
-
     def validation_metrics(self) -> Metrics:
         """Return the metrics of one validation."""
         return {}
-
-    def validation_is_due(self, is_last: bool) -> bool:
-        """Return whether a validation is due after this step; step 0 is before the first."""
-        settings, step = self.config.trainer, self.global_step
-        if not self.has_validation:
-            return False
-        if step == 0:
-            return bool(settings.val_before_train)
-        if is_last:
-            return bool(settings.test_freq >= 0)
-        return bool(settings.test_freq > 0 and step % settings.test_freq == 0)
-
-    def end_reason(self) -> str:
-        """Return why the run ends early with this step, or ""."""
-        return ""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the recipe's own state on the driver, as JSON."""
@@ -264,9 +195,6 @@ class Trainer(Hooks, ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of `state_dict`; `global_step` has the restored step already."""
-
-    def finish(self) -> None:
-        """Called once after a completed run, before `on_train_end`."""
 
 
 def init_new_roles(trainer: Trainer) -> None:
@@ -279,8 +207,10 @@ def init_new_roles(trainer: Trainer) -> None:
 class Loop:
     """One attempt of a run: steps, checkpoints, validations, tracking and the end."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, saves_model: bool = True) -> None:
+        """With `saves_model`, the trained model is saved at the end, if the settings say so."""
         self.trainer, self.record = trainer, trainer.run
+        self._saves_model = saves_model and trainer.recipe.exports_model(trainer.config)
 
     def run(self) -> None:
         """Run every step."""
@@ -288,7 +218,7 @@ class Loop:
         record.checkpoints.resume.discard_later_steps()
         with make_tracking(record.config, trainer.total_steps, trainer.headline) as tracking:
             resumes = record.checkpoints.resume.resumes_in_place
-            timeline = Timeline(record.folder / "timeline.json", resumes, trainer.stages)
+            timeline = Timeline(record.folder / "timeline.json", resumes, trainer.recipe.stages)
             try:
                 self.start(tracking, timeline)
                 with record.stop.deferred(), ignore_old_objects():
@@ -301,7 +231,6 @@ class Loop:
                     self._save_final_model()
                 if reached:
                     print(reached, flush=True)
-                trainer.finish()
             finally:
                 record.checkpoints.close()
                 timeline.add(record.take_calls())
@@ -355,7 +284,7 @@ class Loop:
             record.stop.end(f"while it waited for {waiting}")
             raise
         reached = (
-            describe_reached_target(metrics, record.config.trainer.stop_at) or trainer.end_reason()
+            describe_reached_target(metrics, record.config.trainer.stop_at) or record.end_reason
         )
         try:
             metrics |= self._save(is_last=bool(reached))
@@ -372,7 +301,8 @@ class Loop:
         trainer.call_hook("on_step_begin")
         with trainer.clock("step"):
             metrics = trainer.step()
-        concurrent, labels = trainer.concurrent_stages, trainer.call_labels
+        recipe = trainer.recipe
+        concurrent, labels = recipe.concurrent_stages, recipe.call_labels
         metrics |= call_timings(record.calls, record.timing, concurrent, labels)
         # the run ends with this step, as far as metrics before a validation say
         targets = record.config.trainer.stop_at
@@ -385,7 +315,7 @@ class Loop:
     def _validate(self, is_last: bool) -> Metrics:
         """Return the metrics of a validation, if one is due after this step."""
         trainer = self.trainer
-        if not trainer.validation_is_due(is_last):
+        if not (trainer.has_validation and self._validation_is_due(is_last)):
             return {}
         trainer.call_hook("on_validate_begin")
         with trainer.clock("testing"):
@@ -393,6 +323,15 @@ class Loop:
         metrics["timing_s/testing"] = self.record.timing["testing"]
         trainer.call_hook("on_validate_end", metrics)
         return metrics
+
+    def _validation_is_due(self, is_last: bool) -> bool:
+        """Return whether the settings have a validation after this step, or before the first."""
+        settings, step = self.record.config.trainer, self.record.step
+        if step == 0:
+            return bool(settings.val_before_train)
+        if is_last:
+            return bool(settings.test_freq >= 0)
+        return bool(settings.test_freq > 0 and step % settings.test_freq == 0)
 
     def _save(self, is_last: bool = False, at_once: bool = False) -> Metrics:
         """Write a checkpoint if one is due after this step, or `at_once`; return its time."""
@@ -440,11 +379,12 @@ class Loop:
 
     def _save_final_model(self) -> None:
         """Save the trained model in the run folder if configured, and print its path."""
-        trainer, record = self.trainer, self.record
-        if not trainer.exports_model(record.config):
+        record = self.record
+        if not self._saves_model:
             return
         if record.config.trainer.save_final:
-            folder = record.checkpoints.write_model(record.step, record.groups[trainer.role])
+            group = record.groups[self.trainer.recipe.role]
+            folder = record.checkpoints.write_model(record.step, group)
             print(f"model: {folder}", flush=True)
         elif not committed(record.folder):
             print(

@@ -49,6 +49,8 @@ class Run:
         self.restarts = restarts or Restarts(config)
         self.step = 0
         """Number of the current step, or of the last one."""
+        self.end_reason = ""
+        """Why the run ends with the current step, if it does."""
         self.timing: Metrics = {}
         """Stage -> seconds in this step."""
         self.calls: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 class BestOfN(Evaluation):
     """Samples and scores the prompts, one batch of `data.train_batch_size` after the other."""
 
-    stages = ("gen", "score")
+    recipe = replace(Evaluation.recipe, stages=("gen", "score"))
 
     def step(self) -> Metrics:
         """Write the rows of all prompts; return the mean score, and the mean of the best."""

@@ -68,12 +68,12 @@ def test_only_the_user_s_modules_are_sent_to_other_nodes(
         "environment=my_games:Chess:7",
         "environment.tools=[../tools.py:search]",
     )
-    assert modules_of_the_user(PPOTrainer.worker_code(config)) == [
+    assert modules_of_the_user(PPOTrainer.recipe.worker_code(config)) == [
         str(tmp_path / "my_roles"),
         str(tmp_path / "my_losses.py"),
         str(tmp_path / "my_optimizers.py"),
         str(tmp_path / "my_games.py"),
     ]
-    assert modules_of_the_user(PPOTrainer.worker_code(load())) == []
+    assert modules_of_the_user(PPOTrainer.recipe.worker_code(load())) == []
     pairs = load_config(["data.train_files=x", "model.path=model", "loss=my_losses.of_pairs"], DPO)
-    assert "my_losses.of_pairs" in PreferenceTrainer.worker_code(pairs)
+    assert "my_losses.of_pairs" in PreferenceTrainer.recipe.worker_code(pairs)

@@ -49,7 +49,7 @@ def step(
     config = load_config(overrides(tiny, folder / "run", *files, *SETTINGS))
     with ExitStack() as at_end:
         inputs = PPOTrainer.prepare(config, at_end)
-        config = PPOTrainer.resolve_config(config)
+        config = PPOTrainer.recipe.resolve(config)
         yield partial(run_step, config, inputs, inputs[1].state_dict())
 
 

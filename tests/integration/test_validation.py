@@ -82,7 +82,7 @@ def test_a_step_reports_its_number_its_epoch_and_times_per_token(validated_run: 
         )
         update_ms = line["timing_per_token_ms/update_actor"] * line["perf/total_num_tokens"]
         assert update_ms == pytest.approx(line["timing_s/update_actor"] * 1000, rel=1e-4)
-        stages = [line[f"timing_s/{name}"] for name in PPOTrainer.stages]
+        stages = [line[f"timing_s/{name}"] for name in PPOTrainer.recipe.stages]
         assert sum(stages) <= line["timing_s/step"]
         # two processes' clocks
         assert line["timing_s/generate_sequences"] <= line["timing_s/gen"] + 0.01

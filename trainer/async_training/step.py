@@ -10,6 +10,7 @@ lost generators.
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,8 @@ from trainer.async_training.generators import Generators
 from trainer.async_training.origins import GENERATOR, Origins
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.topology import ANY_RANK, generator_role
-from trainer.ppo.config import PPOConfig
 from trainer.ppo.metrics import speed
+from trainer.ppo.prepare import PPO_RUN
 from trainer.ppo.sample import number_rows
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Call, Metrics, Run
@@ -32,9 +33,25 @@ from workers.config import has_environment
 from workers.rewards.weighted import Rewards
 
 
+def prepare(config: AsyncConfig, at_end: ExitStack) -> tuple[Any, ...]:
+    """Check the step to start from and each generator's engine, then prepare as PPO does."""
+    check_start(config)
+    check_engines(config)
+    return PPO_RUN.prepare(config, at_end)
+
+
+def describe(
+    config: AsyncConfig, trainer_cls: type, max_columns: int | None = None, brief: bool = False
+) -> list[str]:
+    """Return PPO's description, then describe the work of generators and trainers."""
+    plan = "\n".join(plan_lines(config, max_columns, brief))
+    return [*PPO_RUN.describe(config, trainer_cls, max_columns, brief), plan]
+
+
 class AsyncTrainer(PPOTrainer):
     """Runs PPO's stages on samples while generators generate the next ones."""
 
+    recipe = replace(PPO_RUN, prepare=prepare, describe=describe)
     config: AsyncConfig
     origins: Origins
 
@@ -129,20 +146,3 @@ class AsyncTrainer(PPOTrainer):
             return ended_in
         is_validation = call["start"] >= self.generators.validation_began
         return "testing" if ended_in == "testing" and is_validation else "gen"
-
-    @classmethod
-    def describe(
-        cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
-    ) -> list[str]:
-        """Return PPO's description, then describe the work of generators and trainers."""
-        assert isinstance(config, AsyncConfig), "this trainer's configuration"
-        plan = "\n".join(plan_lines(config, max_columns, brief))
-        return [*super().describe(config, max_columns, brief), plan]
-
-    @classmethod
-    def prepare(cls, config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
-        """Check the step to start from and each generator's engine, then prepare as PPO does."""
-        assert isinstance(config, AsyncConfig), "this trainer's configuration"
-        check_start(config)
-        check_engines(config)
-        return PPOTrainer.prepare(config, at_end)

@@ -87,6 +87,9 @@ class WeightFeed:
         self._buffer.publish(version)
         return metrics
 
+    def rest(self) -> None:
+        """Do nothing: generators go on while the other roles compute."""
+
     def publish(self, version: int) -> Metrics:
         """Copy the current weights as this version on the ranks that send them."""
         senders = sorted({sender for sender, _ in self._topology.weights})

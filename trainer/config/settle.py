@@ -3,7 +3,7 @@
     config, notices = settle(recipe, composed, keys)
 
 Each step takes a configuration and returns another. The result is read-only. Values that depend on
-files, such as the largest passes, are settled when the run starts (`Trainer.resolve_config`).
+files, such as the largest passes, are settled when the run starts (`RunRecipe.resolve`).
 
 A preset (`placement=split`) names pools and roles. The user's settings take precedence, and the
 preset's pools share the devices that the user's pools leave. So if you give a role its own pool,

@@ -1,6 +1,6 @@
 """The observers of a run.
 
-    observers = active_observers(config, MyTrainer)      # once per run; its attempts share them
+    observers = active_observers(config, recipe)      # once per run; its attempts share them
     trainer = MyTrainer(Run(config, groups, observers), *inputs)
 
 An observer is an object with some of the hooks in `trainer.hooks`. It may also have:
@@ -18,10 +18,10 @@ from typing import Any
 from trainer.observers.alarms import Alarms
 
 
-def active_observers(config: Any, trainer_cls: Any) -> list[Any]:
-    """Return the observers of a run, in the order in which they are called."""
-    observers: list[Any] = [Alarms(trainer_cls.alarm_rules)]
-    if not trainer_cls.learns_from_samples:
+def active_observers(config: Any, recipe: Any) -> list[Any]:
+    """Return the observers of a run of this `RunRecipe`, in the order in which they are called."""
+    observers: list[Any] = [Alarms(recipe.alarm_rules)]
+    if recipe.sample_metrics is None:
         return observers
 
     from trainer.observers.sample_log import SampleWatch

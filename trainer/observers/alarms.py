@@ -1,8 +1,8 @@
 """Alarms of a step: metrics outside their normal range, each with advice.
 
-The recipe's rules (`Trainer.alarm_rules`) define the metrics and the advice. They are applied after
-every step, and alarms are logged. An alarm that persists is logged again after 10 steps, then 20,
-40, ...
+The recipe's rules (`RunRecipe.alarm_rules`) define the metrics and the advice. They are applied
+after every step, and alarms are logged. An alarm that persists is logged again after 10 steps, then
+20, 40, ...
 
 PPO's rules watch skipped updates, the entropy, scores that are all 0, the KL, and the gap between
 rollout and trainer.

@@ -103,4 +103,5 @@ class WrittenSamples:
         if batch is not None:
             fields = None if trainer.origins is None else trainer.origins.fields(batch)
             trainer.rollouts.write("rollouts", batch, fields)
-            self._metrics = trainer.sample_metrics(batch, use_critic="critic" in trainer.groups)
+            metrics_of = trainer.recipe.sample_metrics
+            self._metrics = metrics_of(batch, use_critic="critic" in trainer.groups)

@@ -15,7 +15,7 @@ from trainer.ppo import score
 from trainer.ppo.compute_advantage import columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import active_filters
-from trainer.ppo.roles import declaring_class, scorings_of
+from trainer.ppo.roles import declaring_class
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import reads_of, rm_column
@@ -103,7 +103,7 @@ class Graph:
     def add_readings(self, stage: str) -> None:
         """Add the calls of this stage that score samples, except rewards."""
         in_update = score.update_computes_old_log_probs(self.config, step=1)
-        for scoring in score.readings(scorings_of(self.config), self.config, in_update):
+        for scoring in score.readings(self.config, in_update):
             if scoring.stage == stage:
                 self.on_role(stage, scoring.role, scoring.method, *scoring.writes)
 

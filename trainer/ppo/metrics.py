@@ -91,7 +91,7 @@ def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
     """Return the throughput and timings of the step that a `PPOTrainer` just ran on this batch."""
     run, timing = trainer.run, trainer.run.timing
     num_devices = sum(plan.world_size for plan in run.groups.placement.pools.values())
-    timings = call_seconds(run.calls, trainer.call_labels) | timing
+    timings = call_seconds(run.calls, trainer.recipe.call_labels) | timing
     return {
         **compute_throughout_metrics(batch, {"step": sum(timing.values())}, num_devices),
         "training/global_step": run.step,

@@ -1,4 +1,7 @@
-"""Check a PPO run and prepare its inputs before the workers start."""
+"""PPO as a run sees it: checks, the inputs of the stages, the printed plan, and the metrics shown.
+
+`PPO_RUN` lists what `trainer.launch` and the reports use.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,21 @@ from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.nodes import begin_cluster
+from trainer.observers.alarms import ALARM_RULES
 from trainer.ppo.checks import check_named_rewards, check_players
+from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import check_memory, fit_passes
+from trainer.ppo.dataflow import describe as describe_calls
+from trainer.ppo.dataflow import overlaps, overridden_stages
+from trainer.ppo.memory import check_memory, fit_passes, plan_text
+from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import rows_of
+from trainer.ppo.sizes import batch_line, batch_table, rows_of
 from trainer.ppo.update import make_ptx_loader
 from trainer.rollouts import preflight
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
+from trainer.run_folder.metrics import headline
+from trainer.run_recipe import RunRecipe
 from workers.config import critic_optim, has_environment, replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.models.quantize import check_quantizable
@@ -78,7 +88,7 @@ def worker_code(config: PPOConfig) -> list[str]:
     return [*code, *preflight.sampling_code(config)]
 
 
-def resolve_config(config: Any) -> Any:
+def resolve(config: Any) -> Any:
     """Return the configuration with absolute paths of environments, and passes that fit."""
     return fit_passes(preflight.with_full_paths(config), devices_of(config.trainer))
 
@@ -96,6 +106,17 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     if scored is not None:
         check_named_rewards(config.algorithm, scored)
     return [count, *lines]
+
+
+def describe(
+    config: PPOConfig, trainer_cls: type, max_columns: int | None = None, brief: bool = False
+) -> list[str]:
+    """Describe batch sizes, memory, and the graph of a step with the overrides of the class."""
+    memory = plan_text(config, max_columns, brief=brief)
+    if brief:
+        return [memory, batch_line(config), overlaps(config)]
+    graph = describe_calls(config, max_columns, overridden_stages(trainer_cls))
+    return [memory, batch_table(config, max_columns), graph]
 
 
 def check_models(config: PPOConfig) -> None:
@@ -163,3 +184,25 @@ def check_models(config: PPOConfig) -> None:
         rounded.append((policy.model, "token"))
     for described, head in rounded:
         check_quantizable(meta_model(described, head))
+
+
+PPO_RUN = RunRecipe(
+    role="actor",
+    stages=("gen", "score", "adv", "update", "update_weights"),
+    concurrent_stages=("score", "update"),
+    repeatable_stages=("score", "update_weights"),
+    call_labels={
+        "compute_log_prob": "old_log_prob",
+        "compute_ref_log_prob": "ref",
+        "compute_values": "values",
+    },
+    alarm_rules=ALARM_RULES,
+    prepare=prepare,
+    resolve=resolve,
+    worker_code=worker_code,
+    check_columns=check_columns,
+    describe=describe,
+    describe_inputs=describe_inputs,
+    headline=headline,
+    sample_metrics=compute_data_metrics,
+)

@@ -13,6 +13,7 @@ samples, and all ranks finish the step at about the same time.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -20,7 +21,8 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups
-from trainer.ppo.config import FilterGroupsConfig, PPOConfig
+from trainer.ppo.compute_advantage import compares_with_greedy
+from trainer.ppo.config import AlgorithmConfig, FilterGroupsConfig, PPOConfig
 from trainer.ppo.estimate import clamp_scores
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import concat_rows, read_named_reward, repeat_prompts
@@ -107,21 +109,32 @@ def merge_attempts(attempts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return result
 
 
-def greedy_scores(
-    rollouts: Rollouts, prompts: DataProto, samples: DataProto, limit: float | None
-) -> Tensor:
-    """Generate a greedy response to every prompt; return its score per sample, ReMax's baseline.
+def with_baselines(
+    samples: DataProto, rollouts: Rollouts, prompts: DataProto, config: AlgorithmConfig
+) -> DataProto:
+    """Add ReMax's baseline, the score of a greedy response, if the estimator compares with it.
 
-    `limit` clamps these scores as it clamps the scores of the samples. A player's baseline is its
-    score when all players are greedy.
+    `score_clip` clamps these scores as it clamps the scores of the samples. A player's baseline is
+    its score when all players are greedy.
     """
+    if not compares_with_greedy(config.adv_estimator):
+        return samples
     responses = rollouts.generate(repeat_prompts(prompts, 1), do_sample=False)
     responses, _ = rollouts.score(responses)
-    if limit is not None:
-        responses, _ = clamp_scores(responses, limit)
+    if config.score_clip is not None:
+        responses, _ = clamp_scores(responses, config.score_clip)
     scores = sample_scores(responses)
     places = {uid: place for place, uid in enumerate(responses.non_tensor_batch["uid"])}
-    return scores[[places[uid] for uid in samples.non_tensor_batch["uid"]]]
+    baselines = scores[[places[uid] for uid in samples.non_tensor_batch["uid"]]]
+    return samples.union(DataProto.from_dict({"reward_baselines": baselines}))
+
+
+def num_mini_batches(config: PPOConfig, num_samples: int) -> int:
+    """Return the number of parts of a step in which every mini-batch keeps its samples."""
+    policy = config.actor_rollout_ref
+    mini = policy.actor.ppo_mini_batch_size
+    sizes = mini, config.critic.ppo_mini_batch_size or mini
+    return math.lcm(*(max(num_samples // policy.rollout.n // size, 1) for size in sizes))
 
 
 def groups_of(samples: DataProto) -> Groups:

@@ -5,12 +5,10 @@ Old log-probs are the trainer's log-probs of the samples before the update.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from trainer.ppo.compute_advantage import columns_read
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import columns_of_correction
-from trainer.ppo.roles import Scoring
+from trainer.ppo.roles import Scoring, scorings_of
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_column, read_columns
 from workers.config.conditions import has_teacher
@@ -18,15 +16,22 @@ from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss, traits_of
 
 
-def readings(scorings: Sequence[Scoring], config: PPOConfig, in_update: bool) -> list[Scoring]:
+def readings(config: PPOConfig, in_update: bool) -> list[Scoring]:
     """Return the scoring calls of a step.
 
     Old log-probs are left out if the update computes them, or in bypass mode, which uses the
     rollout's log-probs.
     """
+    scorings = scorings_of(config)
     if config.algorithm.rollout_correction.bypass_mode or in_update:
         return [scoring for scoring in scorings if scoring.column != "old_log_probs"]
-    return list(scorings)
+    return scorings
+
+
+def further_columns(reading: Scoring, config: PPOConfig) -> dict[str, bool]:
+    """Return the settings of a call: the further columns that the estimator reads."""
+    wanted = columns_read(config.algorithm.adv_estimator)
+    return {name: True for name in reading.writes[1:] if name in wanted}
 
 
 def update_computes_old_log_probs(config: PPOConfig, step: int) -> bool:

@@ -114,9 +114,8 @@ def batch_table(
 
     is_current = not getattr(config, "generates_while_training", False)
     in_update = is_current and update_computes_old_log_probs(config, step=1)
-    scorings = scorings_of(config)
-    passes = readings(scorings, config, in_update)
-    left_out = {scoring.part for scoring in scorings if scoring not in passes}
+    passes = readings(config, in_update)
+    left_out = {scoring.part for scoring in scorings_of(config) if scoring not in passes}
     width = config.data.max_prompt_length + config.data.max_response_length
     num_samples = config.actor_rollout_ref.rollout.n
     pools, models = expand_roles(config.role_mapping), models_of(config)

@@ -11,41 +11,21 @@ take turns. Placement is configuration. The formulas of each stage are in the fi
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from trainer.config.devices import devices_of
+from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
-from trainer.observers.alarms import ALARM_RULES
 from trainer.ppo import prepare, sample, score, sync, update, validate
-from trainer.ppo.compute_advantage import check_columns, columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe, overlaps, overridden_stages
 from trainer.ppo.estimate import Estimation
 from trainer.ppo.filters import active_filters
-from trainer.ppo.memory import engine_rests, plan_text
-from trainer.ppo.metrics import compute_data_metrics, speed
-from trainer.ppo.roles import scorings_of
-from trainer.ppo.sizes import batch_line, batch_table
+from trainer.ppo.metrics import speed
 from trainer.record import Metrics, Run
-from trainer.rollouts.rollouts import (
-    Rollouts,
-    join_results,
-    replaceable_roles,
-    rollout_arguments,
-)
-from trainer.rollouts.samples import repeat_prompts
-from trainer.run_folder.metrics import headline, reduce_metrics
+from trainer.rollouts import rollouts, samples
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
-from verl_like.calls.result import CallResult
 from workers.rewards.weighted import Rewards
-
-if TYPE_CHECKING:
-    from trainer.data.lm_rows import LMRow
-    from trainer.data.loader import RowLoader
 
 
 class PPOTrainer(Trainer):
@@ -61,37 +41,8 @@ class PPOTrainer(Trainer):
     `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks in the order of their calls.
     """
 
+    recipe = prepare.PPO_RUN
     config: PPOConfig
-    stages = ("gen", "score", "adv", "update", "update_weights")
-    concurrent_stages = ("score", "update")
-    repeatable_stages = ("score", "update_weights")
-    call_labels = {
-        "compute_log_prob": "old_log_prob",
-        "compute_ref_log_prob": "ref",
-        "compute_values": "values",
-    }
-    role = "actor"
-    alarm_rules = ALARM_RULES
-    learns_from_samples = True
-
-    def __init__(
-        self,
-        run: Run,
-        tokenizer: Any,
-        loader: PromptLoader,
-        rewards: Rewards,
-        ptx: RowLoader[LMRow] | None = None,
-    ) -> None:
-        """Store the inputs; models are loaded when the loop starts."""
-        super().__init__(run)
-        weights = sync.RolloutWeights(self.config, self.groups)
-        self.weights: sync.PolicyWeights = weights
-        self.rollouts = Rollouts(self, tokenizer, rewards, send_weights=weights.send_again)
-        self.loader, self.prompts = loader, iter(loader)
-        self.ptx = ptx
-        self.scorings = scorings_of(self.config)
-        self.estimation = Estimation(self.config)
-        self.entropy_ctrl = update.EntropyController(self.config.actor_rollout_ref.actor)
 
     def step(self) -> Metrics:
         """Sample, score, estimate advantages, update, and sync weights."""
@@ -129,12 +80,10 @@ class PPOTrainer(Trainer):
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
         """Return `rollout.n` samples of every prompt, each with its policy version."""
         num_samples = self.config.actor_rollout_ref.rollout.n
-        batch = self.rollouts.generate(repeat_prompts(prompts, num_samples), attempt=attempt)
-        if compares_with_greedy(self.config.algorithm.adv_estimator):
-            limit = self.config.algorithm.score_clip
-            baselines = sample.greedy_scores(self.rollouts, prompts, batch, limit)
-            batch = batch.union(DataProto.from_dict({"reward_baselines": baselines}))
-        return batch
+        batch = self.rollouts.generate(
+            samples.repeat_prompts(prompts, num_samples), attempt=attempt
+        )
+        return sample.with_baselines(batch, self.rollouts, prompts, self.config.algorithm)
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Order the samples so that the actor's ranks get nearly equal numbers of tokens.
@@ -142,12 +91,8 @@ class PPOTrainer(Trainer):
         Mini-batches keep their samples. With `actor.shuffle`, sample numbers are assigned before
         the reordering.
         """
-        policy, critic = self.config.actor_rollout_ref, self.config.critic
-        num_prompts = len(batch) // policy.rollout.n
-        mini = policy.actor.ppo_mini_batch_size
-        sizes = mini, critic.ppo_mini_batch_size or mini
-        num_mini_batches = math.lcm(*(max(num_prompts // size, 1) for size in sizes))
         num_ranks = len(self.groups["actor"].update_actor.collecting_ranks())
+        num_mini_batches = sample.num_mini_batches(self.config, len(batch))
         batch = sample.number_rows(batch, self.config)
         return sample.balance_ranks(batch, num_ranks, num_mini_batches)
 
@@ -159,20 +104,16 @@ class PPOTrainer(Trainer):
         A column that the batch already has is not computed again. The metrics are those of the
         calls and, if there are old log-probs, of the gap between trainer and rollout.
         """
-        config, groups, step = self.config, self.groups, self.global_step
-        device_type = devices_of(config.trainer).type
-        if "rollout" in groups and engine_rests(config, device_type):
-            groups["rollout"].sleep()  # frees memory for other roles until `sync`
-
+        config, step = self.config, self.global_step
+        self.weights.rest()
         has_scores = "token_level_scores" in batch.columns
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
         is_current = score.policy_is_current(batch, config, step, self.weights.version)
-        wanted = columns_read(config.algorithm.adv_estimator)
-        for reading in score.readings(self.scorings, config, is_current):
-            if reading.role in groups and reading.column not in batch.columns:
-                settings = {name: True for name in reading.writes[1:] if name in wanted}
+        for reading in score.readings(config, is_current):
+            if reading.role in self.groups and reading.column not in batch.columns:
+                settings = score.further_columns(reading, config)
                 calls.append(self.call(reading.role, reading.method, batch, **settings))
-        batch, metrics = join_results(batch, gather(*calls))
+        batch, metrics = rollouts.join_results(batch, gather(*calls))
 
         if "old_log_probs" in batch.columns:
             metrics |= score.mismatch_metrics(batch) | score.reference_drift(batch, config, step)
@@ -215,8 +156,7 @@ class PPOTrainer(Trainer):
             self.call_hook("on_update", batch)  # while the workers compute
         finally:
             results = gather(*calls)
-        for result in results:
-            metrics |= reduce_metrics(CallResult.of(result).metrics)
+        metrics |= rollouts.metrics_of(results)
         return metrics | self.entropy_ctrl.update(metrics.get("actor/token_entropy", 0.0))
 
     # ------------------------------------------------------------------------------ 5. sync
@@ -228,11 +168,6 @@ class PPOTrainer(Trainer):
 
     # --------------------------------------------------------------------------- validation
 
-    @property
-    def has_validation(self) -> bool:
-        """True if there are `data.val_files`."""
-        return bool(self.config.data.val_files)
-
     def validation_metrics(self) -> Metrics:
         """Sample all of `data.val_files`, write the samples to the run folder; return metrics."""
         prompts = self.loader.validation
@@ -243,33 +178,26 @@ class PPOTrainer(Trainer):
         self.rollouts.write("validation", samples)
         return validate.name_metrics(samples)
 
-    # ------------------------------------------------- called by the loop and the command
+    # ------------------------------------------------------------- called by the loop
 
-    @classmethod
-    def describe(
-        cls, config: PPOConfig, max_columns: int | None = None, brief: bool = False
-    ) -> list[str]:
-        """Return batch sizes, memory, and the graph of a step with the overrides of this class."""
-        memory = plan_text(config, max_columns, brief=brief)
-        if brief:
-            return [memory, batch_line(config), overlaps(config)]
-        graph = describe(config, max_columns, overridden_stages(cls))
-        return [memory, batch_table(config, max_columns), graph]
-
-    @classmethod
-    def check_code(cls, config: PPOConfig, callbacks: Sequence[object]) -> None:
-        """Check the user's code and, without a user's trainer or callbacks, the columns read."""
-        super().check_code(config, callbacks)
-        is_ours = cls.__module__.partition(".")[0] == "trainer"
-        if is_ours and not callbacks:  # a user's stage or callback may write further columns
-            check_columns(config)
-
-    resolve_config = staticmethod(prepare.resolve_config)
-    describe_inputs = staticmethod(prepare.describe_inputs)
-    worker_code = staticmethod(prepare.worker_code)
-    prepare = staticmethod(prepare.prepare)
-    sample_metrics = staticmethod(compute_data_metrics)
-    headline = staticmethod(headline)
+    def __init__(
+        self,
+        run: Run,
+        tokenizer: Any,
+        loader: PromptLoader,
+        rewards: Rewards,
+        ptx: RowLoader[Any] | None = None,
+    ) -> None:
+        """Store the inputs; models are loaded when the loop starts."""
+        super().__init__(run)
+        weights = sync.RolloutWeights(self.config, self.groups)
+        self.weights: sync.PolicyWeights = weights
+        self.rollouts = rollouts.Rollouts(self, tokenizer, rewards, send_weights=weights.send_again)
+        self.loader, self.prompts = loader, iter(loader)
+        self.ptx = ptx
+        self.has_validation = bool(self.config.data.val_files)
+        self.estimation = Estimation(self.config)
+        self.entropy_ctrl = update.EntropyController(self.config.actor_rollout_ref.actor)
 
     @property
     def total_steps(self) -> int:
@@ -282,7 +210,7 @@ class PPOTrainer(Trainer):
             return {"total_steps": self.total_steps}
         if role == "actor":
             return {"total_steps": max(self.total_steps - self.config.trainer.critic_warmup, 1)}
-        return rollout_arguments(self.groups, role, self.loader.has_images)
+        return rollouts.rollout_arguments(self.groups, role, self.loader.has_images)
 
     def before_steps(self) -> None:
         """Send weights to the rollout before it generates."""
@@ -290,7 +218,7 @@ class PPOTrainer(Trainer):
 
     def replaceable_roles(self) -> frozenset[str]:
         """Return the roles that can be restarted during a step: rollout and unchanging models."""
-        return replaceable_roles(self.config, self.groups)
+        return rollouts.replaceable_roles(self.config, self.groups)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the driver's own state, ready for JSON."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from trainer.config.devices import devices_of
+from trainer.ppo.memory import engine_rests
 from trainer.record import Metrics
 from workers.config import ActorConfig
 from workers.weights.sync import sync_weights
@@ -34,6 +36,9 @@ class PolicyWeights(Protocol):
     def send_next(self) -> Metrics:
         """Send the current weights as the next version, if one is due."""
 
+    def rest(self) -> None:
+        """Let engines sleep until the next weights, if other roles need their memory."""
+
 
 class RolloutWeights:
     """Sends weights to the role `rollout`, and verifies each transfer."""
@@ -41,7 +46,13 @@ class RolloutWeights:
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._groups = groups
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
+        self._rests = engine_rests(config, devices_of(config.trainer).type)
         self.version = 0
+
+    def rest(self) -> None:
+        """Free the rollout's memory for other roles until the next weights arrive."""
+        if self._rests and "rollout" in self._groups:
+            self._groups["rollout"].sleep()
 
     def send_next(self) -> Metrics:
         """Send the current weights as the next version."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from trainer.preference.recipe import PreferenceConfig
 from trainer.preference.reference import hash_of, load_tables, save_tables
 from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
-from trainer.rows.trainer import RowTrainer
+from trainer.rows.trainer import ROWS_RUN, RowTrainer
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
 from workers.config.rows import has_reference, has_sft_length, loss_reads
@@ -112,8 +112,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
     """Trains the role `preference` relative to a reference, if the loss has one."""
 
     config: PreferenceConfig
-    role: ClassVar[str] = "preference"
-    stages = ("data", "mismatched_kl", "update")
+    recipe = replace(ROWS_RUN, role="preference", stages=("data", "mismatched_kl", "update"))
     reference: dict[str, Tensor]
     """Log-probs [rows, 2] of `train` and `val` rows: (chosen, rejected) or (own, mismatched)."""
 
@@ -149,7 +148,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         self.reference = {}
         if not has_reference(self.config):
             return
-        group = self.groups["ref" if "ref" in self.groups else self.role]
+        group = self.groups["ref" if "ref" in self.groups else self.recipe.role]
         rows = {"train": self.loader.rows}
         if self.has_validation:
             rows["val"] = self.validation
@@ -206,14 +205,15 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
             return write_columns(batch, ref_log_probs=reference)
         with self.clock("mismatched_kl"):
             rows = with_mismatched([self.loader.rows[number] for number in numbers.tolist()])
-            log_probs = self.scored(rows, "mismatched", self.groups[self.role].compute_log_prob)
+            group = self.groups[self.recipe.role]
+            log_probs = self.scored(rows, "mismatched", group.compute_log_prob)
         desirable = read_columns(batch, "desirable")["desirable"]
         columns = labeled_columns(log_probs, reference[:, 1], desirable)
         return write_columns(batch, ref_log_probs=reference[:, 0], **columns)
 
     def validation_metrics(self) -> Metrics:
         """Return the metrics of a training step, averaged over all validation rows."""
-        score = self.groups[self.role].compute_log_prob
+        score = self.groups[self.recipe.role].compute_log_prob
         log_probs = self.log_probs_of(self.validation, "val", score)
         batches = self.in_order(self.validation, "val")
         masks = [read_columns(batch, "response_mask")["response_mask"] for batch in batches]

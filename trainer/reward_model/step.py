@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.record import Metrics
 from trainer.reward_model.recipe import RewardModelRunConfig
 from trainer.rows.preflight import longest_row
-from trainer.rows.trainer import RowTrainer
+from trainer.rows.trainer import ROWS_RUN, RowTrainer
 from workers.columns import read_columns
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 
@@ -60,7 +61,7 @@ class RewardModelTrainer(RowTrainer[PairRow]):
     """The loop of `verl-like reward-model`; `self.groups["reward_model"]` trains the model."""
 
     config: RewardModelRunConfig
-    role: ClassVar[str] = "reward_model"
+    recipe = replace(ROWS_RUN, role="reward_model")
     make_batch = staticmethod(pair_batch)
 
     @classmethod
@@ -77,7 +78,7 @@ class RewardModelTrainer(RowTrainer[PairRow]):
         """Return the mean metrics of all validation pairs; equal scores count as half correct."""
         scores_of_batches, margins_of_batches = [], []
         for batch in self.in_order(self.validation, "val"):
-            scored = self.groups[self.role].compute_scores(batch)
+            scored = self.groups[self.recipe.role].compute_scores(batch)
             scores_of_batches.append(read_columns(scored, "scores")["scores"].double())
             margins_of_batches.append(read_columns(batch, "margin")["margin"].double())
         scores, margins = torch.cat(scores_of_batches), torch.cat(margins_of_batches)

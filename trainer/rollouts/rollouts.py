@@ -179,10 +179,16 @@ def with_responses(batch: DataProto, samples: DataProto) -> DataProto:
 
 def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, Metrics]:
     """Add the columns that calls returned to the batch; also reduce each metric to one number."""
-    batch = batch.select()
+    batch, results = batch.select(), list(results)
+    for result in map(CallResult.of, results):
+        if result.batch is not None:
+            batch = batch.union(result.batch)
+    return batch, metrics_of(results)
+
+
+def metrics_of(results: Iterable[Any]) -> Metrics:
+    """Return the metrics of calls, each reduced to one number."""
     metrics: Metrics = {}
     for result in map(CallResult.of, results):
         metrics |= reduce_metrics(result.metrics)
-        if result.batch is not None:
-            batch = batch.union(result.batch)
-    return batch, metrics
+    return metrics

@@ -14,6 +14,7 @@ from trainer.rollouts import preflight
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles, rollout_arguments
 from trainer.run_folder.metrics import headline
+from trainer.run_recipe import RunRecipe
 from verl_like.errors import ConfigError
 from workers.config import has_environment, scores_by_rule
 from workers.models.tokenizers import set_template_variables
@@ -32,11 +33,6 @@ class SamplingOnlyTrainer(Trainer):
         super().__init__(run)
         self.rollouts = Rollouts(self, tokenizer, rewards)
         self.prompts = prompts
-
-    @classmethod
-    def worker_code(cls, config: Any) -> list[str]:
-        """Return the worker classes, the rollout engine and the environments."""
-        return [*super().worker_code(config), *preflight.sampling_code(config)]
 
     def init_arguments(self, role: str) -> dict[str, Any]:
         """Tell the rollout if prompts have images."""
@@ -82,12 +78,23 @@ class SamplingOnlyTrainer(Trainer):
         reject_wrong_results(rewards, prompts, tokenizer, config.data.max_response_length)
         return tokenizer, rewards, prompts
 
-    headline = staticmethod(headline)
-    resolve_config = staticmethod(preflight.with_full_paths)
 
-    @classmethod
-    def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
-        """Return the lines that a dry run prints about prompts and rewards."""
-        tokenizer, rewards, prompts = inputs
-        _, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
-        return [f"{len(prompts)} prompts", *lines]
+def worker_code(config: Any) -> list[str]:
+    """Return the worker classes, the rollout engine and the environments."""
+    return [*config.role_workers.values(), *preflight.sampling_code(config)]
+
+
+def describe_inputs(config: Any, *inputs: Any) -> list[str]:
+    """Return the lines that a dry run prints about prompts and rewards."""
+    tokenizer, rewards, prompts = inputs
+    _, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
+    return [f"{len(prompts)} prompts", *lines]
+
+
+SAMPLING_RUN = RunRecipe(
+    resolve=preflight.with_full_paths,
+    worker_code=worker_code,
+    describe_inputs=describe_inputs,
+    headline=headline,
+)
+"""What recipes that only sample have in common; a recipe adds its stages."""

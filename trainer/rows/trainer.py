@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from trainer.config.checks import check_reads_images
 from trainer.data.files import check_files
@@ -21,11 +21,12 @@ from trainer.data.loader import RowLoader
 from trainer.data.prompts import load_tokenizer
 from trainer.loop import Trainer
 from trainer.memory import role_models
-from trainer.observers.alarms import AlarmRule, skipped_updates, unchanged_weights
+from trainer.observers.alarms import skipped_updates, unchanged_weights
 from trainer.record import Metrics, Run
 from trainer.rows.config import RowConfig
 from trainer.rows.preflight import longest_row, plan_text, preflight, resolve_config
 from trainer.run_folder.metrics import reduce_metrics
+from trainer.run_recipe import RunRecipe
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones
 
@@ -44,14 +45,12 @@ class RowTrainer(Trainer, Generic[R]):
     """Base class of trainers for one role, whose workers have the method `update_model`."""
 
     config: RowConfig
-    role: ClassVar[str]
-    stages: ClassVar[Sequence[str]] = ("data", "update")
-    alarm_rules: ClassVar[Sequence[AlarmRule]] = (skipped_updates, unchanged_weights)
 
     def __init__(self, run: Run, loader: RowLoader[R], validation: Sequence[R] = ()) -> None:
         super().__init__(run)
         self.loader = loader
         self.validation = validation
+        self.has_validation = bool(validation)
 
     # ------------------------------------------------------------------------- a recipe's rows
 
@@ -73,7 +72,7 @@ class RowTrainer(Trainer, Generic[R]):
             batch = self.loader.take(self.num_rows_of_step)
         batch = self.with_columns(batch)
         with self.clock("update"):
-            metrics = reduce_metrics(self.groups[self.role].update_model(batch))
+            metrics = reduce_metrics(self.groups[self.recipe.role].update_model(batch))
         return metrics | {
             "train/num_tokens": num_tokens_in_loss(batch),
             "training/global_step": self.global_step,
@@ -117,45 +116,9 @@ class RowTrainer(Trainer, Generic[R]):
             return (loader,)
         return loader, cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
 
-    resolve_config = staticmethod(resolve_config)
-
-    @classmethod
-    def describe_inputs(cls, config: Any, *inputs: Any) -> list[str]:
-        """Describe the number of rows and of steps."""
-        loader, *validation = inputs
-        return [
-            f"rows to train on: {len(loader)}, to validate on: {sum(map(len, validation))}; "
-            f"steps: {num_steps(config, len(loader)):,}"
-        ]
-
-    @classmethod
-    def worker_code(cls, config: Any) -> list[str]:
-        """Return the worker's class, the optimizer, its schedule and, if it is a key, the loss."""
-        optim, loss = config.optim, getattr(config, "loss", "")
-        return [*super().worker_code(config), optim.optimizer, optim.lr_scheduler_type, loss]
-
-    @classmethod
-    def describe(
-        cls, config: Any, max_columns: int | None = None, brief: bool = False
-    ) -> list[str]:
-        """Describe the sizes of a step, and its memory."""
-        return [plan_text(config, max_columns, brief), f"Step: {step_sizes(config)}"]
-
-    @classmethod
-    def headline(cls, metrics: Mapping[str, float]) -> Sequence[str]:
-        """Return the first training metric, the validation metrics, and other training metrics."""
-        names = [name for name in metrics if name.startswith("train/")][:MOST_NUMBERS]
-        names[1:1] = [name for name in metrics if name.startswith("val/")][:MOST_NUMBERS]
-        return [f"{name} {metrics[name]:.4g}" for name in names]
-
     def init_arguments(self, role: str) -> dict[str, Any]:
         """Return the number of steps for the learning-rate schedule."""
-        return {"total_steps": self.total_steps} if role == self.role else {}
-
-    @property
-    def has_validation(self) -> bool:
-        """True if there are `data.val_files`."""
-        return bool(self.validation)
+        return {"total_steps": self.total_steps} if role == self.recipe.role else {}
 
     def in_order(self, rows: Sequence[R], name: str) -> Iterator[DataProto]:
         """Yield batches of the rows in order, as many as a step has; uids begin with `name`."""
@@ -173,6 +136,35 @@ class RowTrainer(Trainer, Generic[R]):
         """Restore the state of `state_dict`."""
         super().load_state_dict(state)
         self.loader.load_state_dict(state["loader"])
+
+
+def worker_code(config: Any) -> list[str]:
+    """Return the worker's class, the optimizer, its schedule and, if it is a key, the loss."""
+    optim, loss = config.optim, getattr(config, "loss", "")
+    return [*config.role_workers.values(), optim.optimizer, optim.lr_scheduler_type, loss]
+
+
+def describe(
+    config: RowConfig, trainer_cls: type, max_columns: int | None = None, brief: bool = False
+) -> list[str]:
+    """Describe the sizes of a step, and its memory."""
+    return [plan_text(config, max_columns, brief), f"Step: {step_sizes(config)}"]
+
+
+def describe_inputs(config: Any, *inputs: Any) -> list[str]:
+    """Describe the number of rows and of steps."""
+    loader, *validation = inputs
+    return [
+        f"rows to train on: {len(loader)}, to validate on: {sum(map(len, validation))}; "
+        f"steps: {num_steps(config, len(loader)):,}"
+    ]
+
+
+def headline(metrics: Mapping[str, float]) -> Sequence[str]:
+    """Return the first training metric, the validation metrics, and other training metrics."""
+    names = [name for name in metrics if name.startswith("train/")][:MOST_NUMBERS]
+    names[1:1] = [name for name in metrics if name.startswith("val/")][:MOST_NUMBERS]
+    return [f"{name} {metrics[name]:.4g}" for name in names]
 
 
 def has_images(rows: Sequence[Any]) -> bool:
@@ -197,3 +189,15 @@ def step_sizes(config: RowConfig) -> str:
 def num_tokens_in_loss(batch: DataProto) -> float:
     """Return the number of tokens in the loss."""
     return float(count_ones(batch, "response_mask").sum())
+
+
+ROWS_RUN = RunRecipe(
+    stages=("data", "update"),
+    alarm_rules=(skipped_updates, unchanged_weights),
+    resolve=resolve_config,
+    worker_code=worker_code,
+    describe=describe,
+    describe_inputs=describe_inputs,
+    headline=headline,
+)
+"""What recipes on rows have in common; a recipe adds its role."""

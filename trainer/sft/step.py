@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from dataclasses import replace
 
 from trainer.data.files import row_limit
 from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
 from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
-from trainer.rows.trainer import RowTrainer, num_tokens_in_loss
+from trainer.rows.trainer import ROWS_RUN, RowTrainer, num_tokens_in_loss
 from trainer.sft.recipe import SFTConfig
 from workers.columns import read_columns
 
@@ -20,7 +20,7 @@ class SFTTrainer(RowTrainer[LMRow]):
     """The loop of `verl-like sft`: override `step`; `self.groups["sft"]` trains the model."""
 
     config: SFTConfig
-    role: ClassVar[str] = "sft"
+    recipe = replace(ROWS_RUN, role="sft")
     make_batch = staticmethod(lm_batch)
 
     @classmethod
@@ -43,7 +43,7 @@ class SFTTrainer(RowTrainer[LMRow]):
         """Return the mean loss over all validation tokens that are in the loss."""
         total = num_tokens = 0.0
         for batch in self.in_order(self.validation, "val"):
-            output = self.groups[self.role].compute_log_prob(batch)
+            output = self.groups[self.recipe.role].compute_log_prob(batch)
             log_probs = read_columns(output, "log_probs")["log_probs"]
             total -= float(log_probs.double().sum())
             num_tokens += num_tokens_in_loss(batch)

@@ -131,7 +131,8 @@ def test_generators_have_the_roles_that_score() -> None:
     assert "Scores: each generator scores its samples with its own ref, critic_copy" in plan_lines(
         config
     )
-    assert "critic_copy.compute_values" in "\n".join(AsyncTrainer.describe(config))
+    text = "\n".join(AsyncTrainer.recipe.describe(config, AsyncTrainer, None, False))
+    assert "critic_copy.compute_values" in text
 
 
 def test_each_reward_model_of_a_further_generator_has_its_own_reward() -> None:

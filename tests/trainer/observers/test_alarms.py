@@ -50,8 +50,10 @@ def test_a_repeated_step_does_not_repeat_its_alarm() -> None:
 
 
 def test_a_recipe_on_rows_reports_skipped_updates() -> None:
-    assert SFTTrainer.alarm_rules == (skipped_updates, unchanged_weights)
-    (text,) = Alarms(SFTTrainer.alarm_rules).check({"sft/skipped_steps": 2.0, "sft/loss": 1.0}, 3)
+    assert SFTTrainer.recipe.alarm_rules == (skipped_updates, unchanged_weights)
+    (text,) = Alarms(SFTTrainer.recipe.alarm_rules).check(
+        {"sft/skipped_steps": 2.0, "sft/loss": 1.0}, 3
+    )
     assert "the sft skipped 2 of its updates" in text
     assert text.endswith(
         "Look at logs/sft-0.log, which names the samples, and at the learning rate."

@@ -10,6 +10,7 @@ from trainer.config.schema import RunConfig
 from trainer.loop import Trainer
 from trainer.record import Metrics, Run
 from trainer.run_folder.metrics import reduce_metrics
+from trainer.run_recipe import RunRecipe
 from verl_like import DataProto
 
 
@@ -20,8 +21,7 @@ class RegressionConfig(RunConfig):
 
 
 class RegressionTrainer(Trainer):
-    stages = ("label", "update")
-    concurrent_stages = ("update",)
+    recipe = RunRecipe(stages=("label", "update"), concurrent_stages=("update",))
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)

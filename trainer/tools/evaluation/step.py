@@ -6,10 +6,11 @@ It computes the metrics of a validation in a PPO run.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from trainer.ppo.validate import name_metrics, sample_all
 from trainer.record import Metrics
-from trainer.rollouts.without_training import SamplingOnlyTrainer
+from trainer.rollouts.without_training import SAMPLING_RUN, SamplingOnlyTrainer
 from trainer.tools.evaluation.recipe import EvaluationConfig
 from verl_like.terminal import draw_table, terminal_width
 
@@ -22,7 +23,7 @@ class Evaluation(SamplingOnlyTrainer):
     """Samples all prompts in one step with the role `rollout`, and scores the samples."""
 
     config: EvaluationConfig
-    stages = ("gen",)
+    recipe = replace(SAMPLING_RUN, stages=("gen",))
     prompt_files = "val_files"
 
     @property

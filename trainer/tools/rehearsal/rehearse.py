@@ -127,7 +127,7 @@ def rehearse(config: RunConfig) -> list[str]:
                     "train on."
                 )
             lines += describe_run(watch, [int(line["step"]) for line in result.metrics])
-        if trainer_cls.exports_model(config):
+        if trainer_cls.recipe.exports_model(config):
             with phase("as the trained model was exported and loaded again"):
                 export_and_load(folder)
             lines.append("export: the trained model was written, and transformers loads it")

@@ -177,10 +177,11 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
         at_end.enter_context(reproducible_arithmetic())
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         inputs = trainer_cls.prepare(config, at_end)
-        config = trainer_cls.resolve_config(config)
+        recipe = trainer_cls.recipe
+        config = recipe.resolve(config)
         open_run_folder(config, lock)
         try:
-            groups = at_end.enter_context(WorkerGroups(config, trainer_cls.worker_code(config)))
+            groups = at_end.enter_context(WorkerGroups(config, recipe.worker_code(config)))
         except PlacementError as error:
             if config.trainer.backend != "local":
                 raise
@@ -189,8 +190,9 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
                 "number of processes, sums are added in a different order. Add --backend=run to "
                 "use the run's backend."
             ) from error
-        observers = active_observers(config, trainer_cls)
-        Loop(trainer_cls(Run(config, groups, observers), *inputs)).run()
+        observers = active_observers(config, recipe)
+        trainer = trainer_cls(Run(config, groups, observers), *inputs)
+        Loop(trainer, saves_model=False).run()
 
 
 def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConfig) -> str:
@@ -239,13 +241,12 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
         )
 
     class Replaying(trainer_cls):  # type: ignore[misc, valid-type]
-        @classmethod
-        def exports_model(cls, config: Any) -> bool:
-            return False
-
         def step(self) -> Metrics:
             if self.global_step != request.step:
                 return super().step()  # type: ignore[no-any-return]
+            self.run.end_reason = f"step {request.step} was replayed"
+            if request.instead is not None or request.stage:
+                self.has_validation = False
             if request.instead is not None:
                 return request.instead(self)
             if request.stage:
@@ -253,16 +254,6 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
             if request.breaks:
                 breakpoint()  # noqa: T100 - `step` goes into the run's own step
             return super().step()  # type: ignore[no-any-return]
-
-        def validation_is_due(self, is_last: bool) -> bool:
-            is_part = bool(request.stage) or request.instead is not None
-            ends_early = is_part and self.global_step == request.step
-            return not ends_early and super().validation_is_due(is_last)
-
-        def end_reason(self) -> str:
-            if self.global_step == request.step:
-                return f"step {request.step} was replayed"
-            return super().end_reason()  # type: ignore[no-any-return]
 
         def on_step_end(self, metrics: Metrics) -> None:
             super().on_step_end(metrics)

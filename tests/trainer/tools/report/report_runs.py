@@ -59,7 +59,7 @@ def make_run(
     lines = [json.dumps(metrics_of(step)) + "\n" for step in range(1, num_steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(lines))
     (folder / "placement.txt").write_text(PLACEMENT)
-    timeline = Timeline(folder / "timeline.json", stages=PPOTrainer.stages)
+    timeline = Timeline(folder / "timeline.json", stages=PPOTrainer.recipe.stages)
     for step in range(1, num_steps + 1):
         timeline.add(
             {
