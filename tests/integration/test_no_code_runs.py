@@ -155,7 +155,7 @@ BETWEEN_PROCESSES = (
     "verl_like/process/host.py",
     "verl_like/calls/",
     "verl_like/backends/",
-    "workers/rewards/channel.py",
+    "verl_like/process/pool.py",
     "workers/rollout/vllm/worker.py",
 )
 FUNCTION_OF_A_SESSION = "trainer/api/rewards.py"

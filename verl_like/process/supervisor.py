@@ -1,8 +1,8 @@
 """Confined processes: forked with limits, watched from outside, and killed with their children.
 
-    supervise(socket, sandbox, program)     # does not return
+    supervise(socket, folder, sandbox, program)     # does not return
 
-`supervise` forks a child that runs `program(descriptor of the socket)` in its own folder, and
+`supervise` forks a child that runs `program(descriptor of the socket)` in the folder, and
 watches it. The watch ends if the child ends or stops, if a limit is exceeded, or if the other end
 of the socket is closed. Then every process that the child has started is killed, whatever session
 it is in, and the folder is removed. The other end receives the reason as a line `{"ended": words}`.
@@ -60,6 +60,7 @@ _BLOCKS = 8
 
 def supervise(
     starter: int,
+    folder: str,
     sandbox: Sandbox,
     program: Callable[[int], None],
     prefix: bytes = b"",
@@ -69,7 +70,6 @@ def supervise(
 
     `DATA` is a copy of the socket `starter`. Each line that the child prints gets the prefix.
     """
-    folder = tempfile.mkdtemp(prefix="verl_like_sandbox_")
     ending: str | None = None
     try:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -88,10 +88,10 @@ def supervise(
         ending = f"was rejected: {err}"
     finally:
         kill_descendants()
-        remove_folder(folder)
         if ending is not None:
             with contextlib.suppress(OSError):  # the other end is gone
                 os.write(starter, b"\n%s\n" % json.dumps({"ended": ending}).encode())
+        remove_folder(folder)
         os._exit(0)
 
 
@@ -360,9 +360,13 @@ class Supervised:
         self._mark = secrets.token_hex(16)
         self.visible = visible_environment(env) | {MARK: self._mark}
         """The environment variables of its processes."""
-        self._process, self.pipe = start_child(program, inherited=self.visible)
-        self.folder = ""
-        """The working folder of its child, once known."""
+        self.folder = tempfile.mkdtemp(prefix="verl_like_sandbox_")
+        """The working folder of its child."""
+        try:
+            self._process, self.pipe = start_child(program, inherited=self.visible)
+        except BaseException:
+            remove_folder(self.folder)
+            raise
 
     def stop(self) -> None:
         """End its processes and remove the folder; the other end of the pipe must be closed."""
@@ -375,8 +379,7 @@ class Supervised:
             self._process.wait()
         if self._process.returncode != 0:  # a killed supervisor leaves its processes running
             self._kill_marked()
-            if self.folder:
-                remove_folder(self.folder)
+            remove_folder(self.folder)
 
     def _kill_marked(self) -> None:
         end, mark = time.monotonic() + KILL_S, f"{MARK}={self._mark}".encode()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import importlib
-import json
 import os
 import select
 import signal
@@ -16,22 +15,21 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from verl_like.errors import ConfigError
+from verl_like.process.pool import UserEnd, describe_error, packed
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
 from workers.agents.environment import Environment, Observation
 from workers.agents.episode import begin
 from workers.agents.load_environment import EnvironmentSpec, Loaded
-from workers.rewards.channel import FunctionEnd
-from workers.rewards.process import describe_error, place_of
+from workers.rewards.failures import place_of
 
-FROM_JSON = json.JSONDecoder().scan_once  # type: ignore[attr-defined]
-TO_JSON = json.JSONEncoder().encode
+DESCRIBE = partial(describe_error, sandbox="environment.sandbox")
 ORDER = struct.Struct("!cQ")
 """Format of an order: open or kill, and the number of the process."""
 OPEN, KILL = b"o", b"k"
@@ -49,28 +47,25 @@ REAP_S = 0.2
 
 def main(control: Connection) -> None:
     """Serve the process that started this one, until it closes the socket."""
-    spec: EnvironmentSpec = control.recv()
-    supervise(control.fileno(), spec.sandbox, lambda data: serve(data, spec), PREFIX, MOST_OUTPUT)
+    spec, folder, _ = control.recv()
+    supervise(
+        control.fileno(), folder, spec.sandbox, partial(serve, spec=spec), PREFIX, MOST_OUTPUT
+    )
 
 
 def serve(descriptor: int, spec: EnvironmentSpec) -> None:
     """Load the code, then fork a process for each requested trajectory."""
-    end = FunctionEnd(os.dup(descriptor))
-    end.send([os.getpid(), os.getcwd()])
-    try:
+
+    def load() -> tuple[dict[str, Loaded], Any]:
         loaded = spec.load_all()
-    except ConfigError as error:
-        end.send([str(error), {}])
-        return
-    except BaseException as error:  # noqa: BLE001 - a user's file may raise anything
-        traceback.print_exc()
-        end.send([f"{spec.setting} could not be loaded: {type(error).__name__}: {error}", {}])
-        return
-    kinds = {
-        name: [[tool.schema for tool in code.tools], code.columns, code.players]
-        for name, code in loaded.items()
-    }
-    end.send([None, kinds])
+        kinds = {
+            name: [[tool.schema for tool in code.tools], code.columns, code.players]
+            for name, code in loaded.items()
+        }
+        return loaded, kinds
+
+    end = UserEnd(os.dup(descriptor))
+    loaded = end.load(spec.setting, load, DESCRIBE)
     end.close()  # so that no trajectory's process has it
     for environment in loaded.values():  # do work that every trajectory's process would repeat
         _ = environment.has_step  # cached here, like tools and columns, for all forks
@@ -135,8 +130,8 @@ def _play(passed: Sequence[int], loaded: Mapping[str, Loaded], spec: Environment
         descriptor, *listeners = passed
         if listeners:
             loaded = {n: replace(code, listener=listeners[0]) for n, code in loaded.items()}
-        _answer_all(descriptor, loaded, spec.sandbox.allow_cpu)
-    except ConnectionError:
+        _answer_all(UserEnd(descriptor), loaded, spec.sandbox.allow_cpu)
+    except (ConnectionError, EOFError):
         pass  # the other end is gone
     except BaseException:  # noqa: BLE001 - process boundary
         with suppress(BaseException):
@@ -147,38 +142,22 @@ def _play(passed: Sequence[int], loaded: Mapping[str, Loaded], spec: Environment
         os._exit(0)
 
 
-def _answer_all(descriptor: int, loaded: Mapping[str, Loaded], begins: Callable[[], None]) -> None:
-    """Reply to every line with a line of the same order; call `begins` before each reply."""
+def _answer_all(driver: UserEnd, loaded: Mapping[str, Loaded], begins: Callable[[], None]) -> None:
+    """Answer messages until the other end closes; call `begins` before each answer."""
     episode: Any = None
-    pid = os.getpid()
-    for line in _lines(descriptor):
-        message = FROM_JSON(line.decode(), 0)[0]
-        order = message.pop("order")
-        begins()
-        began = time.perf_counter()
-        try:
-            if episode is None or "seeds" in message:
-                episode = begin(loaded[message["name"]], tuple(message["seeds"]))
-                answer = episode.reset(message["row"])
-            else:
-                answer = episode.step(**message)
-        except Exception as error:  # noqa: BLE001 - a user's class may raise anything
-            answer = {
-                "failed": describe_error(error, sandbox="environment.sandbox") + place_of(error)
-            }
-        if os.getpid() != pid:  # a fork that the code made and that went on
-            os._exit(0)
-        answer |= {"busy_s": time.perf_counter() - began, "order": order}
-        reply = TO_JSON(answer).encode() + b"\n"
-        while reply:
-            reply = reply[os.write(descriptor, reply) :]
-
-
-def _lines(descriptor: int) -> Iterator[bytes]:
-    rest = b""
-    while chunk := os.read(descriptor, 65536):
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from lines
+    while True:
+        for number, message in driver.receive():
+            begins()
+            began = time.perf_counter()
+            try:
+                if "seeds" in message:
+                    episode = begin(loaded[message["name"]], message["seeds"])
+                    answer = episode.reset(message["row"])
+                else:
+                    answer = episode.step(**message)
+            except Exception as error:  # noqa: BLE001 - a user's class may raise anything
+                answer = {"failed": DESCRIBE(error) + place_of(error)}
+            driver.send(number, answer | {"busy_s": time.perf_counter() - began})
 
 
 class _Nothing(Environment):
@@ -195,10 +174,9 @@ def _warm_up() -> None:
     """
     for _ in range(WARM_UPS):
         ours, theirs = socket.socketpair()
-        with ours, theirs:
-            ours.sendall(
-                b'{"order": 1, "name": "", "seeds": [0, 1], "row": {}}\n'
-                b'{"order": 2, "text": "", "player": ""}\n'
-            )
+        with ours, suppress(EOFError):
+            ours.sendall(packed([(0, {"name": "", "seeds": (0, 1), "row": {}})]))
+            ours.sendall(packed([(1, {"text": "", "player": ""})]))
             ours.shutdown(socket.SHUT_WR)
-            _answer_all(theirs.fileno(), {"": Loaded(_Nothing, {}, [])}, lambda: None)
+            with closing(UserEnd(theirs.detach())) as driver:
+                _answer_all(driver, {"": Loaded(_Nothing, {}, [])}, lambda: None)

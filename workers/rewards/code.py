@@ -17,16 +17,19 @@ import atexit
 import contextlib
 import json
 import math
+import os
 import re
+import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
+from verl_like.process.pool import Failure, Pool, Process
 from workers.rewards.asserts import Check, literal, read_assert, value_of
-from workers.rewards.channel import DriverEnd, NoAnswerError
 from workers.rewards.program import Program
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -201,35 +204,37 @@ class _Runner:
 
     def __init__(self, network: bool) -> None:
         self._network = "on" if network else "off"
-        self._process: subprocess.Popen[bytes] | None = None
-        self._channel: DriverEnd | None = None
+        self._pool: Pool | None = None
+        self._child: subprocess.Popen[bytes] | None = None
 
     def results(self, program: Program) -> dict[int, tuple[str, str | None]]:
         """Return the output, and the problem or None, of every test that ran, by its number."""
-        deadline = time.monotonic() + program.total_s + START_S
         results: dict[int, tuple[str, str | None]] = {}
-        try:
-            if self._channel is None:
-                self._process, pipe = start_child("workers.rewards.program", self._network)
-                self._channel = DriverEnd(pipe)
-                atexit.register(self.stop)
-            self._channel.send(program, deadline)
-            for expected in range(len(program.inputs)):
-                number, output, problem = self._channel.receive(deadline)
-                if number != expected:
-                    raise NoAnswerError(f"sent a result for an unknown test, {number!r:.40}")
-                results[expected] = str(output), problem
-        except (NoAnswerError, EOFError, OSError, TypeError, ValueError):
-            self.stop()  # a program disturbed it from a fork, or it is late; other tests fail
+        if self._pool is None:
+            self._pool = Pool()
+            self._child, pipe = start_child("workers.rewards.program", self._network)
+            with pipe:
+                self._pool.add(Process(socket.socket(fileno=os.dup(pipe.fileno()))))
+            atexit.register(self.stop)
+        (process,) = self._pool.processes
+        tests = {number: (program, number) for number in range(len(program.inputs))}
+        self._pool.send(process, tests, inf, time.monotonic() + program.total_s + START_S)
+        while process.waiting:
+            for _, number, answer in self._pool.answers(inf):
+                if isinstance(answer, Failure):  # a program disturbed it, or it is late
+                    self.stop()
+                    return results
+                output, problem = answer
+                results[number] = str(output), problem
         return results
 
     def stop(self) -> None:
         """Kill the process; its forks die with it."""
-        if self._channel is not None and self._process is not None:
-            self._channel.close()
-            self._process.kill()
-            self._process.wait()
-        self._process = self._channel = None
+        if self._pool is not None and self._child is not None:
+            self._pool.close()
+            self._child.kill()
+            self._child.wait()
+        self._pool = self._child = None
         atexit.unregister(self.stop)
 
 

@@ -8,13 +8,26 @@ from __future__ import annotations
 
 import linecache
 import logging
+import os
+import sysconfig
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 MOST_KINDS = 10
 """Maximum number of separate kinds; later ones are combined as `OTHERS`."""
 OTHERS = "other failures"
+PLACE = "\n    at {}, line {}"
+"""End of an error text if the line of your code is known."""
+NOT_THE_USERS = (
+    "<frozen",
+    "<string>",  # methods that dataclasses generate
+    *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
+    *(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("verl_like", "workers")),
+)
+"""Prefixes of code files that belong to Python, installed packages, or this project."""
 
 
 @dataclass
@@ -43,6 +56,16 @@ def group_by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
             kind = OTHERS
         kinds.setdefault(kind, Failure(uid, error)).count += 1
     return kinds
+
+
+def place_of(err: BaseException) -> str:
+    """Return the last line of the user's code that the error passed through, or ""."""
+    places = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(err.__traceback__)
+        if not frame.f_code.co_filename.startswith(NOT_THE_USERS)
+    ]
+    return PLACE.format(*places[-1]) if places else ""
 
 
 def with_source(error: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection
 from numbers import Real
 from typing import Any, SupportsFloat
 
@@ -39,8 +38,6 @@ NO_REWARD = (
 """End of the error for a result without a number."""
 IGNORED = " cannot be written as JSON and is ignored. Return a number, for a tensor its .item()"
 """End of the note about entries that are ignored."""
-PLACE = "\n    at {}, line {}"
-"""End of an error text if the line of your code is known."""
 LARGEST_SCORE = 3.4028234e38
 """Largest score that is finite in float32, in which a batch stores scores."""
 
@@ -106,17 +103,15 @@ def is_finite(score: float) -> bool:
     return math.isfinite(score) and abs(score) <= LARGEST_SCORE
 
 
-def read_answer(answer: Any, requested: Collection[int]) -> tuple[int, Outcome]:
-    """Return a sample's number and outcome from a process's reply; ValueError if it is invalid."""
+def read_answer(answer: Any) -> Outcome:
+    """Return the outcome in a process's answer; ValueError if it is invalid."""
     try:
-        number, (score, extras, error) = answer
-        if number not in requested:
-            raise ValueError(f"the reply has sample {number!r:.40}, which was not sent")
+        score, extras, error = answer
         if score is None:
-            return number, (None, {}, str(error))
+            return None, {}, str(error)
         note = None if error is None else str(error)
         if not extras and type(score) is float and is_finite(score):  # fast path
-            return number, (score, {}, note)
-        return number, (*read_outcome({**extras, "score": score})[:2], note)
+            return score, {}, note
+        return *read_outcome({**extras, "score": score})[:2], note
     except (TypeError, ValueError) as err:
         raise ValueError(f"returned an invalid reply ({err})") from err

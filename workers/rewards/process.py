@@ -2,11 +2,10 @@
 
     python -m verl_like.process.child workers.rewards.process FD
 
-`workers.rewards.scorer` starts it, and sends a `FunctionSpec` through the socket FD. The process
-then supervises (`verl_like.process.supervisor`) a child that runs the function. The child reads
-lists of (number, sample) from the socket, and replies as soon as a sample is scored. A function of
-a batch gets each list in one call. Calls of coroutine functions run concurrently, others one by
-one. This module imports nothing large, because the process restarts after every sample that hangs.
+`workers.rewards.scorer` starts it in a sandbox (`verl_like.process.pool`), and sends it samples.
+The process answers as soon as a sample is scored. A function of a batch gets the samples of a
+request in one call. Calls of coroutine functions run concurrently, others one by one. This module
+imports nothing large, because the process restarts after every sample that hangs.
 """
 
 from __future__ import annotations
@@ -14,22 +13,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import sysconfig
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.process.pool import UserEnd, describe_error
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
 from workers.rewards.call import RewardCall, Sample
-from workers.rewards.channel import FunctionEnd
-from workers.rewards.outcome import LATE, NO_REWARD, PLACE, Outcome, read_outcome
+from workers.rewards.failures import place_of
+from workers.rewards.outcome import LATE, NO_REWARD, Outcome, read_outcome
 
 MAX_SIDE_BY_SIDE = 64
 """Maximum number of concurrent calls of a coroutine function."""
@@ -38,13 +36,6 @@ BATCH_SHARES = 12
 
 One call of an `async` batch function has the timeout of a sample.
 """
-NOT_THE_USERS = (
-    "<frozen",
-    "<string>",  # methods that dataclasses generate
-    *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
-    *(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("verl_like", "workers")),
-)
-"""Prefixes of code files that belong to Python, installed packages, or this project."""
 Put = Callable[[int, Outcome], None]
 """A function that sends the outcome of the sample with this number."""
 
@@ -74,77 +65,34 @@ class FunctionSpec:
 
 def main(control: Connection) -> None:
     """Serve the driver that started this process, until it closes the socket."""
-    spec, withheld = control.recv()
-    supervise(control.fileno(), spec.sandbox, lambda data: serve(FunctionEnd(data), spec, withheld))
+    spec, folder, withheld = control.recv()
+    supervise(
+        control.fileno(), folder, spec.sandbox, lambda data: serve(UserEnd(data), spec, withheld)
+    )
 
 
-def serve(driver: FunctionEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
+def serve(driver: UserEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -> None:
     """Load the function, and score samples until the other end closes.
 
     `withheld` are names of environment variables that only the driver has, for error messages.
     """
-    driver.send([os.getpid(), os.getcwd()])
-    try:
+
+    def load() -> tuple[RewardCall, Any]:
         function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
         try:
             call = RewardCall.of(function, spec.kwargs, spec.columns, spec.has_truth)
         except ConfigError as err:
             raise ConfigError(f"{spec.path_key}={spec.path}: {err}") from err
-    except ConfigError as err:
-        driver.send([str(err), False, False, None])
-        return
-    except BaseException as err:  # noqa: BLE001 - a user's file may raise anything
-        traceback.print_exc()
-        driver.send(
-            [f"{spec} could not be loaded: {describe_error(err, withheld)}", False, False, None]
-        )
-        return
-    driver.send([None, call.is_async, call.takes_batches, call.reads])
+        return call, [call.is_async, call.takes_batches, call.reads]
 
-    calls, pid = Calls(call, spec, withheld), os.getpid()
-
-    def put(number: int, outcome: Outcome) -> None:
-        if os.getpid() != pid:  # a fork that the function made and that went on
-            os._exit(0)
-        driver.send([number, outcome])
-
+    call = driver.load(str(spec), load, partial(describe_error, withheld=withheld))
+    calls = Calls(call, spec, withheld)
     while True:
         try:
             samples = driver.receive()
         except EOFError:
             return
-        calls.answer(samples, put)
-
-
-def describe_error(
-    err: BaseException, withheld: Collection[str] = (), sandbox: str = "reward.sandbox"
-) -> str:
-    """Describe an error in the user's code; name the sandbox key that may have caused it."""
-    if isinstance(err, SystemExit):
-        return f"SystemExit: it called sys.exit({'' if err.code is None else repr(err.code)})"
-    words = f"{type(err).__name__}: {_text(err)}"
-    if isinstance(err, KeyError) and err.args and err.args[0] in withheld:
-        words += f" (a variable that it does not get: set {sandbox}.env=[{err.args[0]}])"
-    if isinstance(err, MemoryError):
-        words += f" (its limit is {sandbox}.memory_gib)"
-    return words[:2000]
-
-
-def place_of(err: BaseException) -> str:
-    """Return the last line of the user's code that the error passed through, or ""."""
-    places = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(err.__traceback__)
-        if not frame.f_code.co_filename.startswith(NOT_THE_USERS)
-    ]
-    return PLACE.format(*places[-1]) if places else ""
-
-
-def _text(err: BaseException) -> str:
-    try:
-        return str(err)
-    except Exception:  # noqa: BLE001 - its message may fail, too
-        return "(its message cannot be read)"
+        calls.answer(samples, driver.send)
 
 
 class Calls:

@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.process.pool import UserEnd
 from verl_like.process.sandbox import Sandbox, can_restrict_writes, isolate_network, restrict_writes
 from verl_like.process.supervisor import (
     DATA,
@@ -36,7 +37,6 @@ from verl_like.process.supervisor import (
     watch,
 )
 from verl_like.process.system_calls import PROCESSES, SIGNALS
-from workers.rewards.channel import FunctionEnd
 
 MOST_OUTPUT = 2**19
 """Maximum bytes that a program may print in one test."""
@@ -65,7 +65,7 @@ class Program:
 
 def main(pipe: Connection, network: str) -> None:
     """Run programs until the other end closes; `network` is "on" or "off"."""
-    parent = FunctionEnd(os.dup(pipe.fileno()))
+    parent = UserEnd(os.dup(pipe.fileno()))
     pipe.close()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -78,12 +78,12 @@ def main(pipe: Connection, network: str) -> None:
         _warn("can write outside their folder, because this machine has no Landlock")
     while True:
         try:
-            program = parent.receive()
+            messages = parent.receive()
         except EOFError:
             return
-        end = time.monotonic() + program.total_s
-        for number in range(len(program.inputs)):
-            parent.send([number, *run_test(program, number, end)])
+        began = time.monotonic()
+        for number, (program, test) in messages:
+            parent.send(number, run_test(program, test, began + program.total_s))
 
 
 def _warn(danger: str) -> None:

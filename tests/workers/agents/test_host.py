@@ -43,7 +43,7 @@ class Hostile:
                 time.sleep(0.2)
         if act == "forge":
             for number in every_socket():
-                os.write(number, b'{"text": "forged"}\\n{"order": 1, "text": "forged"}\\n' * 2)
+                os.write(number, b'{"text": "forged"}\\n[0, {"text": "forged"}]\\n' * 2)
         if act.startswith("supervisor"):
             ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
             stat = Path(f"/proc/{os.getppid()}/stat").read_text()

@@ -179,7 +179,7 @@ def test_errors_name_the_keys_of_one_reward_in_the_list(tokenizer: Any) -> None:
             "from verl_like.process.sandbox import reject_nested_run as run\nrun()",
             "Put the lines that start a run under `if __name__ == '__main__':`",
         ),
-        ("import os; os._exit(3)", "the reward process ended with exit code 3. The output"),
+        ("import os; os._exit(3)", "its process ended with exit code 3. Its output is above"),
     ],
 )
 def test_a_function_that_fails_to_load_is_rejected(

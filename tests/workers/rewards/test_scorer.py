@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from verl_like.process.pool import Pool
 from workers.rewards import scorer
-from workers.rewards.channel import DriverEnd
 from workers.rewards.outcome import LATE
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
@@ -78,16 +78,16 @@ def test_only_the_fields_that_the_function_reads_are_sent(
 ) -> None:
     logged.score("warm")
     sent: list[Any] = []
-    send = DriverEnd.send
+    send = Pool.send
 
-    def recorded(end: DriverEnd, message: Any, deadline: float) -> None:
-        sent.append(message)
-        send(end, message, deadline)
+    def recorded(pool: Pool, process: Any, messages: Any, *deadlines: float) -> None:
+        sent.extend(messages.values())
+        send(pool, process, messages, *deadlines)
 
-    monkeypatch.setattr(DriverEnd, "send", recorded)
+    monkeypatch.setattr(Pool, "send", recorded)
     (outcome,) = logged.scorer.score([{"solution_str": "fine", "raw_prompt": "long", "uid": "0-0"}])
     assert outcome[0] == 1.0
-    assert [[fields for _, fields in samples] for samples in sent] == [[{"solution_str": "fine"}]]
+    assert sent == [{"solution_str": "fine"}]
 
 
 def test_a_batch_after_giving_up_is_not_scored(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import MOST_OUTPUT
 from workers.rewards.outcome import LATE
 from workers.rewards.process import FunctionSpec
-from workers.rewards.scorer import RewardProcess, Scorer
+from workers.rewards.scorer import Scorer
 
 UNTRUSTED = """
 import asyncio, ctypes, fcntl, os, signal, socket, subprocess, sys, time
@@ -380,6 +380,6 @@ def test_a_load_error_is_reported_even_if_the_process_has_ended(
 
     monkeypatch.setattr(os, "pidfd_open", has_ended)
     (tmp_path / "broken.py").write_text("def f(:", encoding="utf-8")
-    process = RewardProcess(FunctionSpec(str(tmp_path / "broken.py"), "f"), 60.0)
+    scorer = Scorer(FunctionSpec(str(tmp_path / "broken.py"), "f"), 60.0)
     with pytest.raises(ConfigError, match="broken.py, line 1: invalid syntax: def f"):
-        process.start()
+        scorer.start()
