@@ -18,12 +18,12 @@ NO_PROSE = ("#", "    ", "```", "|", "<", "!", "-", ">")
 
 
 def on_config(config: Any) -> Any:
-    """Set the addresses of the site and of the repository."""
-    urls = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
-    config.site_url = urls["Documentation"]
-    config.repo_url = urls["Repository"]
-    config.repo_name = urls["Repository"].removeprefix("https://github.com/")
-    config.edit_uri = "edit/main/docs/"
+    """Set the addresses of the site and of the repository, if there are any."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    if urls := project.get("urls"):
+        config.site_url = urls["Documentation"]
+        config.repo_url = urls["Repository"]
+        config.edit_uri = "edit/main/docs/"
     return config
 
 
@@ -72,7 +72,7 @@ def lines_of(items: Any, config: Any) -> Iterator[str]:
             yield from lines_of(item.children, config)
         elif item.is_page:
             text = Path(config.docs_dir, item.file.src_uri).read_text(encoding="utf-8")
-            yield f"- [{item.title}]({item.canonical_url}): {first_sentence(text)}"
+            yield f"- [{item.title}]({item.canonical_url or item.url}): {first_sentence(text)}"
 
 
 def first_sentence(page: str) -> str:

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import json
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -755,19 +754,8 @@ def filled(name: str) -> tuple[Path, str]:
     return path, old.sub(lambda _: block, path.read_text("utf-8"))
 
 
-def write_address() -> None:
-    """Write the repository's address in `pyproject.toml` into CITATION.cff and `git clone`."""
-    project = tomllib.loads((DOCS.parent / "pyproject.toml").read_text("utf-8"))["project"]
-    for name in ("CITATION.cff", "README.md", "docs/index.md", "docs/install.md"):
-        path = DOCS.parent / name
-        before = r"((?m:^repository-code:)|git clone) \S+"
-        line = rf"\1 {project['urls']['Repository']}"
-        path.write_text(re.sub(before, line, path.read_text("utf-8")), encoding="utf-8")
-
-
 def main() -> None:
-    """Write every table and the repository's address."""
-    write_address()
+    """Write every table."""
     for name in TABLES:
         path, text = filled(name)
         path.write_text(text, encoding="utf-8")

@@ -76,13 +76,15 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.tensor_ops import (
         get_seqlen_balanced_partitions as get_seqlen_balanced_partitions,
     )
+if TYPE_CHECKING:  # for the command verl-like
+    from trainer.cli.main import main as main
 
-_RUNS, _DRIVERS, _VERL = names_by_block(__file__)
+_RUNS, _DRIVERS, _VERL, _COMMAND = names_by_block(__file__)
 __all__ = sorted(_RUNS | _DRIVERS)
 
 
 def __getattr__(name: str) -> Any:
-    return import_name(__name__, _RUNS | _DRIVERS | _VERL, name)
+    return import_name(__name__, _RUNS | _DRIVERS | _VERL | _COMMAND, name)
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 
@@ -26,4 +29,21 @@ def import_name(package: str, modules: dict[str, str], name: str) -> Any:
         raise AttributeError(
             f"module '{package}' has no attribute '{name}'.{nearest(name, modules)}"
         )
-    return getattr(importlib.import_module(modules[name]), name)
+    try:
+        return getattr(importlib.import_module(modules[name]), name)
+    except ImportError as error:
+        check_not_hidden({module.partition(".")[0] for module in modules.values()}, error)
+        raise
+
+
+def check_not_hidden(packages: Collection[str], error: ImportError | None = None) -> None:
+    """Name the user's file or folder that Python finds in place of one of these packages."""
+    root = Path(__file__).resolve().parents[1]
+    for package in sorted(packages):
+        spec = importlib.util.find_spec(package)
+        places = [spec.origin or "", *(spec.submodule_search_locations or ())] if spec else []
+        if places and root / package not in map(Path, places):
+            raise ImportError(
+                f"{places[-1]} hides the package {package!r} of verl-like. Rename it, start Python "
+                f"in another folder, or uninstall what it belongs to."
+            ) from error

@@ -34,6 +34,7 @@ import os
 import sys
 from pathlib import Path
 
+from verl_like.lazy import check_not_hidden
 from verl_like.terminal import exit_on_broken_pipe, fit, printable, terminal_width
 
 RECIPES = {
@@ -65,6 +66,10 @@ def main() -> None:
         if ours not in sys.path:  # an older editable install has an import hook, tried last
             sys.path.append(ours)
         sys.path.append(here)
+    try:
+        check_not_hidden(("trainer", "workers"))
+    except ImportError as error:
+        sys.exit(f"error: {error}")
     command, *arguments = sys.argv[1:] or ["--help"]
     if meant := resolve_command(command):
         print(f"note: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
