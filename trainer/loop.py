@@ -228,13 +228,13 @@ class Loop:
                             self._stop_here()
                         reached = self._next_step(tracking, timeline)
                     self._finish_checkpoint()
-                    self._save_final_model()
-                if reached:
-                    print(reached, flush=True)
+                    ending = [reached, self._save_final_model()]
             finally:
                 record.checkpoints.close()
                 timeline.add(record.take_calls())
                 trainer.call_hook("on_train_end")
+        for line in filter(None, ending):  # after the line of the last step
+            print(line, flush=True)
 
     def start(self, tracking: Tracking, timeline: Timeline) -> None:
         """Build the models, resume, and validate if that comes before the first step."""
@@ -290,7 +290,7 @@ class Loop:
             metrics |= self._save(is_last=bool(reached))
         finally:
             timeline.add(record.take_calls())
-            tracking.log(metrics, record.step)
+            tracking.log(metrics, record.step, is_last=bool(reached))
         self._commit()  # only now: a resume needs the line of the step that it starts from
         return reached
 
@@ -377,19 +377,18 @@ class Loop:
             self._finish_checkpoint()
         record.stop.end(f"{where}, saved in {folder}" if folder.is_dir() else where)
 
-    def _save_final_model(self) -> None:
-        """Save the trained model in the run folder if configured, and print its path."""
+    def _save_final_model(self) -> str:
+        """Save the trained model in the run folder if configured; return what to say about it."""
         record = self.record
         if not self._saves_model:
-            return
+            return ""
         if record.config.trainer.save_final:
             group = record.groups[self.trainer.recipe.role]
             folder = record.checkpoints.write_model(record.step, group)
-            print(f"model: {folder}", flush=True)
-        elif not committed(record.folder):
-            print(
-                "warning: no model was saved (trainer.save_final=false, no checkpoint)", flush=True
-            )
+            return f"model: {Path(record.config.trainer.default_local_dir) / folder.name}"
+        if not committed(record.folder):
+            return "warning: no model was saved (trainer.save_final=false, no checkpoint)"
+        return ""
 
 
 def stateful(observers: Sequence[Any]) -> list[Any]:

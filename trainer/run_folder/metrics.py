@@ -50,8 +50,13 @@ def _one_number(name: str, values: Any) -> float:
     return float(numbers.min() if last_word == "min" else numbers.mean())
 
 
-KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-"""The KL to show: to the reference if the run has one, or to the policy before the update."""
+KL_NAMES = {
+    "actor/reward_kl_penalty": "KL",
+    "actor/kl_loss": "KL",
+    "actor/ppo_kl": "KL(old)",
+}
+"""Metric -> its name on the console: the KL to the reference if the run has one, or the KL to the
+policy before the update. The first one of a step is shown."""
 ROUNDING = 1e-8
 """A KL of at most this size counts as 0."""
 WATCHED = {"actor/entropy": "entropy", "response_length/mean": "length", "actor/pg_loss": "loss"}
@@ -64,9 +69,9 @@ def headline(metrics: Mapping[str, float]) -> list[str]:
     if "critic/score/mean" in metrics:
         numbers.append(f"reward {metrics['critic/score/mean']:.4g}")
 
-    kl = next((metrics[name] for name in KL_NAMES if name in metrics), 0.0)
-    if abs(kl) > ROUNDING:  # a KL of 0 compares a policy with itself
-        numbers.append(f"KL {kl:.3g}")
+    kl = next((name for name in KL_NAMES if name in metrics), None)
+    if kl and abs(metrics[kl]) > ROUNDING:  # a KL of 0 compares a policy with itself
+        numbers.append(f"{KL_NAMES[kl]} {metrics[kl]:.3g}")
 
     for name, shown in WATCHED.items():
         if name in metrics:

@@ -98,6 +98,8 @@ class Console:
         self._began = time.monotonic()
         self._first_step: int | None = None
         self._printed = -math.inf
+        self.ends_early = False
+        """Whether the next step is the last one, with which no time is left."""
         self._waiting: list[str] = []
         """The lines of the last step that are not printed yet."""
 
@@ -120,15 +122,16 @@ class Console:
             self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
             return
+        is_last, left = self.ends_early or step == self._total, ""
         if self._first_step is None:
-            self._first_step, left = step, ""
-        else:
+            self._first_step = step
+        elif not is_last:
             seconds = (time.monotonic() - self._began) / (step - self._first_step + 1)
             left = f"  {timedelta(seconds=round(seconds * (self._total - step)))} left"
         self._waiting = [f"step {step}/{self._total}  {text or 'validation'}{left}"]
         self._waiting += [f"    {score}" for score in scores]
         is_due = time.monotonic() - self._printed >= EVERY_S
-        if is_due or scores or step in (1, self._total):
+        if is_due or scores or is_last or step == 1:
             self._print()
 
     def _print(self) -> None:
@@ -285,15 +288,18 @@ class Tracking:
     folder: Path
     total_steps: int
 
-    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int, is_last: bool = False) -> None:
+        """Write the metrics of a step; the run may end with it before its last step."""
         plain = {name: float(value) for name, value in metrics.items()}
         for tracker in self.trackers:
+            if is_last and isinstance(tracker, Console):
+                tracker.ends_early = True
             tracker.write(plain, step)
 
         takers = [tracker for tracker in self.trackers if hasattr(tracker, "write_samples")]
         if not takers:
             return
-        shows_rollouts = step & (step - 1) == 0 or step == self.total_steps
+        shows_rollouts = step & (step - 1) == 0 or is_last or step == self.total_steps
         for name in ("validation", "rollouts") if shows_rollouts else ("validation",):
             rows, _ = json_objects(self.folder / name / f"{step}.jsonl")
             # the best, the worst and some others

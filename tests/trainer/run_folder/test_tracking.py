@@ -20,7 +20,7 @@ import pytest
 from trainer import load_config
 from trainer.ppo.config import DataConfig, PPOConfig, PPOTrainerConfig
 from trainer.ppo.stages import PPOTrainer
-from trainer.run_folder.tracking import Console, make_tracking
+from trainer.run_folder.tracking import Console, Tracking, make_tracking
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
 
@@ -60,8 +60,8 @@ def test_a_console_without_terminal_gets_lines(
         tracking.log(STEP, 1)
         tracking.log({**STEP, "actor/kl_loss": 0.3, "val-core/s/reward/mean@1": 0.25}, 2)
     assert capsys.readouterr().out.splitlines() == [
-        f"step 1/2  reward 0.5  KL 0.01  {REST}",
-        f"step 2/2  reward 0.5  KL 0.3  {REST}  0:00:00 left",
+        f"step 1/2  reward 0.5  KL(old) 0.01  {REST}",
+        f"step 2/2  reward 0.5  KL 0.3  {REST}",
         "    val-core/s/reward/mean@1 0.25",
     ]
 
@@ -93,7 +93,7 @@ def test_the_bar_has_the_width_of_the_terminal(columns: int) -> None:
     assert "-1/8" not in shown
     (bar,) = [part for part in re.split(r"[\r\n]", shown) if part.startswith("4/8")]
     assert len(bar.rstrip()) <= columns
-    assert ("reward 0.5" if columns == 40 else f"reward 0.5  KL 0.01  {REST}"[:60]) in bar
+    assert ("reward 0.5" if columns == 40 else f"reward 0.5  KL(old) 0.01  {REST}"[:60]) in bar
 
 
 def test_a_notebook_gets_a_bar_on_stderr(
@@ -119,6 +119,17 @@ def test_a_log_has_the_first_and_last_step_and_validations() -> None:
     console.close()
     steps = re.findall(r"^step (\d)/8", log.getvalue(), re.MULTILINE)
     assert steps == ["0", "1", "8"]
+
+
+def test_the_last_step_of_a_run_that_ends_early_has_a_line_without_time_left() -> None:
+    log = io.StringIO()
+    console = Console(8, PPOTrainer.headline, log)
+    tracking = Tracking([console], Path(), 8)
+    for step in range(1, 6):
+        tracking.log(STEP, step, is_last=step == 5)
+    *_, last = log.getvalue().splitlines()
+    assert last.startswith("step 5/8")
+    assert "left" not in last
 
 
 class RecordingTracker:

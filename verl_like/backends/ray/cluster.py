@@ -65,6 +65,11 @@ WITHOUT_METRICS = {
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }
+NOTICES = {
+    "worker": "SIGTERM handler is not set",
+    "authentication.authentication_token_setup": "Token authentication is enabled",
+}
+"""Module of Ray -> the beginning of a message that no user of a run can act on."""
 EVERY_S = 1.0
 """Minimum seconds between two attempts to reach an address."""
 NUM_TRIES = 3
@@ -130,9 +135,10 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
-    logging.getLogger("ray._private.worker").addFilter(
-        lambda record: "SIGTERM handler is not set" not in str(record.msg)
-    )
+    for module, notice in NOTICES.items():
+        logging.getLogger(f"ray._private.{module}").addFilter(
+            lambda record, notice=notice: notice not in str(record.msg)
+        )
     threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
         if not wait_futures([done], limit_s).done:
