@@ -16,6 +16,7 @@ import pytest
 from tests import ROOT
 from tests.import_graph import PACKAGES, parsed, sources
 from trainer import load_config
+from trainer.cli import make_tiny
 from trainer.config.schema import TRACKERS
 from trainer.launch import nominal_placement
 from trainer.ppo.filters import FILTERS
@@ -84,6 +85,8 @@ def test_the_python_blocks_of_a_page_run(
     if ".plot(" in path.read_text(encoding="utf-8"):
         request.getfixturevalue("figures")
     (tmp_path / "tiny").symlink_to(tiny_dir)  # the output of `verl-like make-tiny tiny`
+    if path.name == "README.md":
+        make_tiny.make(tmp_path / "sums", sums=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("trainer.load_config", load_and_plan)
     for registry in (TRACKERS, FILTERS):  # pages register further entries
