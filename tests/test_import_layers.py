@@ -64,6 +64,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("data", "groups", "run_folder"),
         ("memory", "restarts", "observers"),
         ("record", "run_recipe"),
+        ("recovery",),
         ("loop",),
         ("launch",),
         ("rollouts", "rows"),

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.record import Call, Metrics, Run
-from trainer.restarts import replace_within_step
+from trainer.recovery import Recovery
 from trainer.run_folder.folder import committed
 from trainer.run_folder.metrics import describe_reached_target
 from trainer.run_folder.resume import IS_LAST
@@ -29,8 +29,6 @@ from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
 from trainer.run_recipe import RunRecipe
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.future import gather
-from verl_like.errors import WorkerDiedError
 from verl_like.process.garbage import ignore_old_objects
 from workers.columns import select_reads
 
@@ -67,12 +65,13 @@ class Trainer(Hooks, ABC):
     (`trainer.async_training.origins`).
     """
 
-    def __init__(self, run: Run) -> None:
-        """Store the run; the loop loads the models."""
+    def __init__(self, run: Run, send_weights: Callable[[], Any] = lambda: None) -> None:
+        """Store the run; the loop loads the models. `send_weights` updates a replaced rollout."""
         self.run: Run = run
         self.config: Any = run.config
         self.groups: WorkerGroups = run.groups
         self.folder = run.folder
+        self.recovery = Recovery(self, send_weights)
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
@@ -121,13 +120,7 @@ class Trainer(Hooks, ABC):
         inputs = () if batch is None else (batch,)
         with self.clock(name):
             self.call_hook("on_stage_begin", name, batch)
-            try:
-                result = stage(*inputs)
-            except WorkerDiedError as error:
-                if name not in self.recipe.repeatable_stages:
-                    raise
-                self.replace_lost(error)
-                result = stage(*inputs)
+            result = self.recovery.stage(name, stage, *inputs)
             self.call_hook("on_stage_end", name, result)
         return result
 
@@ -165,17 +158,6 @@ class Trainer(Hooks, ABC):
         """Return the roles that can be restarted without a checkpoint."""
         return frozenset()
 
-    def replace_lost(self, error: WorkerDiedError) -> None:
-        """Replace groups that were lost during a step; raise the error if that is not possible.
-
-        The new workers load their models from the model folders.
-        """
-        if not any(map(self.run.can_replace, self.groups)):
-            raise error
-        roles, run = self.replaceable_roles(), self.run
-        replace_within_step(self.groups, roles, run.restarts, error, run.step)
-        init_new_roles(self)
-
     def saved_groups(self) -> dict[str, Any]:
         """Return the groups whose roles have state for a checkpoint."""
         return {role: self.groups[role] for role in self.groups}
@@ -195,13 +177,6 @@ class Trainer(Hooks, ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state of `state_dict`; `global_step` has the restored step already."""
-
-
-def init_new_roles(trainer: Trainer) -> None:
-    """Build the models of roles that have none, concurrently."""
-    groups, taken = trainer.groups, trainer.groups.take_new_roles()
-    new = [role for role in groups if role in taken]
-    gather(*(groups[role].init_model.remote(**trainer.init_arguments(role)) for role in new))
 
 
 class Loop:
@@ -254,7 +229,7 @@ class Loop:
         trainer, record = self.trainer, self.record
         if record.config.trainer.max_restarts:
             record.groups.may_be_replaced(trainer.replaceable_roles())
-        init_new_roles(trainer)
+        record.groups.init_new_roles(trainer.init_arguments)
         trainer.before_resume()
         state = record.checkpoints.resume.load(trainer.saved_groups())
         if state is not None:

@@ -79,8 +79,3 @@ class Run:
         """Return the new calls of workers, with stage and step, and forget them."""
         calls, self.calls = self.calls, []
         return calls
-
-    def can_replace(self, role: str) -> bool:
-        """Return whether this role's group can be replaced during a step."""
-        is_replaceable = self.groups[role].transport.is_replaceable
-        return is_replaceable and self.restarts.has_attempts(self.step)

@@ -1,8 +1,8 @@
 """Decide whether, when and with which state a run that lost a worker continues.
 
 A lost group whose roles have no state of their own (rollouts, models that do not change) can be
-replaced within the step by `replace_within_step`; the other groups continue the step. After any
-other loss, `restart_groups` restores the groups for another attempt.
+replaced within the step by `trainer.recovery`; the other groups continue the step. After any other
+loss, `restart_groups` restores the groups for another attempt.
 """
 
 from __future__ import annotations
@@ -190,36 +190,6 @@ def restart_groups(
         )
         return False
     return True
-
-
-def replace_within_step(
-    groups: WorkerGroups,
-    replaceable: frozenset[str],
-    restarts: Restarts,
-    error: WorkerDiedError,
-    step: int,
-) -> None:
-    """Restart lost groups of `replaceable` roles, without loading models.
-
-    Raise the error if another role is lost, or if none is.
-    """
-    since, roles_of = time.monotonic(), groups.roles_of_pools()
-    lost = {pool: roles_of[pool] for pool in groups.lost_pools(TURN_S)}
-    if not lost or not all(replaceable.issuperset(roles) for roles in lost.values()):
-        raise error
-    restarts.wait_for_next(error, step)
-    try:
-        for pool in lost:
-            restarts.wait_for_capacity(partial(groups.restart, pool), since)
-    except InsufficientResourcesError:
-        raise
-    except PlacementError as problem:
-        error.add_note(str(problem))
-        raise error from None
-    seconds = time.monotonic() - since
-    for pool, roles in lost.items():
-        text = "group %s (%s) restarted after %.1f s; step %d continues."
-        logger.warning(text, "+".join(roles), pool, seconds, step)
 
 
 def wait_for_room(

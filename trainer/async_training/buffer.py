@@ -6,7 +6,7 @@
     buffer.publish(version)                     # there are newer weights
 
 Open samples are queued or in generation. `async_training.max_inflight_samples` and `max_staleness`
-limit their number. One lock guards the buffer and the sample log.
+limit their number. The sample log observes the buffer: it has a lock of its own.
 """
 
 from __future__ import annotations
@@ -75,9 +75,10 @@ class ExperienceBuffer:
         self.chunks = Chunks(config, loader)
         self._activity, self._check_trainers = activity, check_trainers
         self.log = sample_log.SampleLog()
-        self._changed = threading.Condition(self.log.lock)
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)
         """The condition on which the trainer waits."""
-        self._has_turn = threading.Condition(self.log.lock)
+        self._has_turn = threading.Condition(lock)
         """The condition on which generators wait.
 
         A finished chunk makes no room, so it does not wake generators.

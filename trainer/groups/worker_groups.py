@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.schema import RunConfig
 from trainer.groups.nodes import find_nodes, plan_on, require_shared_folder, without_lost_nodes
 from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.future import gather
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.calls.transport import Transport
 from verl_like.errors import ConfigError, PlacementError, WorkerError, nearest
@@ -235,6 +236,12 @@ class WorkerGroups:
         """Return the roles constructed since the last call, which have no model yet."""
         taken, self._new_roles = self._new_roles, set()
         return taken
+
+    def init_new_roles(self, arguments: Callable[[str], dict[str, Any]]) -> None:
+        """Build the models of roles that have none, concurrently, with the role's `arguments`."""
+        taken = self.take_new_roles()
+        new = [role for role in self if role in taken]
+        gather(*(self[role].init_model.remote(**arguments(role)) for role in new))
 
     def may_be_replaced(self, roles: frozenset[str]) -> None:
         """Let a pool with only these roles be replaced after a loss, when it is used next."""

@@ -13,17 +13,20 @@ This log also provides the token metrics of a step and the summary of an asynchr
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from trainer.run_folder.metrics import LEFT_OUT, SAMPLED, TRAINED
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError
 from workers.columns import count_ones
 
+P = ParamSpec("P")
+Result = TypeVar("Result")
 SampleKey = tuple[str, int]
 """(uid of the prompt, index of the sample)."""
 IN_FLIGHT, QUEUED, TAKEN = "in flight", "queued", "taken"
@@ -55,11 +58,23 @@ class _Open:
     """Tokens that may still be trained on."""
 
 
+def _locked(method: Callable[P, Result]) -> Callable[P, Result]:
+    """Let one thread at a time call the methods of a log."""
+
+    @functools.wraps(method)
+    def call(*arguments: P.args, **settings: P.kwargs) -> Result:
+        log: Any = arguments[0]
+        with log._lock:
+            return method(*arguments, **settings)
+
+    return call
+
+
 class SampleLog:
-    """The state of every sample. Threads that share the log must hold its lock."""
+    """The state of every sample. Several threads can use it; it never waits for a queue."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self.accounts: dict[int, Account] = defaultdict(Account)
         self.counts: dict[str, Counter[int]] = defaultdict(Counter)
         """Maps a property of trained samples, such as the rank, to (value -> number of samples)."""
@@ -68,6 +83,7 @@ class SampleLog:
         """Maps a reason to the number of sampled tokens that are not trained on."""
         self._open: dict[SampleKey, _Open] = {}
 
+    @_locked
     def begin(self, account: int, samples: Iterable[SampleKey]) -> None:
         """Record under this account that these samples are being generated."""
         for sample in samples:
@@ -79,6 +95,7 @@ class SampleLog:
             self._open[sample] = _Open(account)
             self.accounts[account].generated += 1
 
+    @_locked
     def receive(self, tokens: Mapping[SampleKey, int], given_up: Mapping[str, int]) -> None:
         """Record the token count of each finished sample, and the `given_up` counts by reason."""
         for sample, num in tokens.items():
@@ -87,11 +104,13 @@ class SampleLog:
         self.sampled_tokens += sum(tokens.values()) + sum(given_up.values())
         self.leave_out(given_up)
 
+    @_locked
     def take(self, samples: Iterable[SampleKey]) -> None:
         """Record that the trainer's current step has these samples."""
         for sample in samples:
             self._open[sample].state = TAKEN
 
+    @_locked
     def leave(
         self, reason: str, tokens: Mapping[SampleKey, int], among: Iterable[SampleKey]
     ) -> tuple[int, list[SampleKey]]:
@@ -117,6 +136,7 @@ class SampleLog:
                 self._close(sample).dropped[reason if entry.tokens else EMPTY] += 1
         return num_left_out, remaining
 
+    @_locked
     def train(
         self,
         tokens: Mapping[SampleKey, int],
@@ -144,17 +164,20 @@ class SampleLog:
             for name, value in stats.get(sample, {}).items():
                 self.counts[name][value] += 1
 
+    @_locked
     def drop(self, samples: Iterable[SampleKey], reason: str) -> None:
         """Close these samples as dropped."""
         for sample in samples:
             self.leave_out({reason: self._tokens(sample)})
             self._close(sample).dropped[reason] += 1
 
+    @_locked
     def leave_out(self, tokens: Mapping[str, int]) -> None:
         """Record the number of sampled tokens that are not trained on, by reason."""
         self.left_out.update(tokens)
         self.left_out += Counter()  # removes reasons with 0 tokens
 
+    @_locked
     def drop_after(self, account: int, reason: str) -> None:
         """Count the samples of the accounts (steps) after `account` as dropped."""
         for number in [number for number in self.accounts if number > account]:
@@ -162,14 +185,17 @@ class SampleLog:
             self.drop([s for s, entry in self._open.items() if entry.account == number], reason)
             late.trained, late.dropped = 0, Counter({reason: late.generated})
 
+    @_locked
     def open(self, state: str) -> list[SampleKey]:
         """Return the open samples in that state."""
         return [sample for sample, entry in self._open.items() if entry.state == state]
 
+    @_locked
     def tokens(self, samples: Iterable[SampleKey]) -> dict[SampleKey, int]:
         """Return the number of remaining tokens of each of these open samples."""
         return {sample: self._tokens(sample) for sample in samples}
 
+    @_locked
     def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:
         """Raise if samples or tokens do not add up, or if `there` has other open uids."""
         for state, uids in (there or {}).items():
@@ -189,6 +215,7 @@ class SampleLog:
         if tokens["sampled"] != parts:
             raise SampleLogError(f"the tokens of the run do not add up: {tokens}")
 
+    @_locked
     def token_counts(self) -> dict[str, Any]:
         """Return the number of sampled tokens, in total and by state."""
         return {
@@ -198,6 +225,7 @@ class SampleLog:
             "left_out": dict(self.left_out),
         }
 
+    @_locked
     def rows(self) -> dict[str, dict[str, Any]]:
         """Map each account to its number of samples by state; taken samples count as queued."""
         places = Counter((entry.account, entry.state) for entry in self._open.values())
@@ -212,6 +240,7 @@ class SampleLog:
             for number, account in sorted(self.accounts.items())
         }
 
+    @_locked
     def state_dict(self) -> dict[str, Any]:
         """Return the whole log, ready for JSON."""
         return {"generators": self.rows(), "tokens": self.token_counts()} | {
@@ -219,6 +248,7 @@ class SampleLog:
             for name, counts in self.counts.items()
         }
 
+    @_locked
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the log. Open samples count as dropped, except those that `restore` adds."""
         self.accounts.clear()
@@ -235,6 +265,7 @@ class SampleLog:
             dropped[REGENERATED] += row["queued"] + row["in_flight"]
             self.accounts[int(number)] = Account(row["made"], row["trained"], +dropped)
 
+    @_locked
     def restore(self, account: int, tokens: Mapping[SampleKey, int]) -> None:
         """Mark these samples of the loaded log as still queued, with their token counts."""
         owner = self.accounts[account]
@@ -294,32 +325,30 @@ class SampleWatch:
             return
         self._has_updated = True
         tokens = tokens_by_sample(batch)
-        with self.log.lock:
-            num_rows = len(batch)
-            known = self.log.tokens(self._samples)
-            if has_user_code(trainer):
-                self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
-            elif tokens != known or len(tokens) != num_rows:
-                wrong = [s for s in known | tokens if known.get(s) != tokens.get(s)]
-                problem = "a sample occurs twice"
-                if wrong:
-                    problem = (
-                        f"of sample {_name(wrong[0])}, the rollout sampled "
-                        f"{known.get(wrong[0], 'none')}, the update gets "
-                        f"{tokens.get(wrong[0], 'none')}"
-                    )
-                raise SampleLogError(
-                    f"tokens of step {trainer.global_step} do not add up: {problem}. The update "
-                    f"gets {num_rows} rows of {len(known)} samples; filters removed "
-                    f"{dict(self._left_out)}. This is a bug in verl-like: report it with the log."
+        num_rows = len(batch)
+        known = self.log.tokens(self._samples)
+        if has_user_code(trainer):
+            self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
+        elif tokens != known or len(tokens) != num_rows:
+            wrong = [s for s in known | tokens if known.get(s) != tokens.get(s)]
+            problem = "a sample occurs twice"
+            if wrong:
+                problem = (
+                    f"of sample {_name(wrong[0])}, the rollout sampled "
+                    f"{known.get(wrong[0], 'none')}, the update gets "
+                    f"{tokens.get(wrong[0], 'none')}"
                 )
-            self._leave(EMPTY, tokens)
+            raise SampleLogError(
+                f"tokens of step {trainer.global_step} do not add up: {problem}. The update "
+                f"gets {num_rows} rows of {len(known)} samples; filters removed "
+                f"{dict(self._left_out)}. This is a bug in verl-like: report it with the log."
+            )
+        self._leave(EMPTY, tokens)
 
     def on_filter(self, trainer: Any, name: str, before: DataProto, after: DataProto) -> None:
         """Record the samples that a filter has left out."""
         if self._samples:
-            with self.log.lock:
-                self._leave(name, tokens_by_sample(after))
+            self._leave(name, tokens_by_sample(after))
 
     def on_update(self, trainer: Any, batch: DataProto) -> None:
         """Count the tokens of the update call; a row that occurs twice counts once."""
@@ -327,28 +356,26 @@ class SampleWatch:
             return
         self._has_updated = True
         stats = None if self._generators_log is None else trainer.origins.sample_stats(batch)
-        with self.log.lock:
-            tokens = tokens_by_sample(batch)
-            if has_user_code(trainer):
-                known = self.log.tokens(self._samples)
-                tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
-                self._leave(USER_CODE, tokens)
-            if missing := [sample for sample in self._samples if sample not in tokens]:
-                raise SampleLogError(
-                    f"the update of step {trainer.global_step} did not get the samples "
-                    f"{', '.join(map(_name, missing[:NAMED]))} (uid/index), and no filter dropped "
-                    "them."
-                )
-            ours = {sample: num for sample, num in tokens.items() if sample in self._samples}
-            self.log.train(ours, stats)
-            self._trained += sum(ours.values())
-            self._samples = {}
+        tokens = tokens_by_sample(batch)
+        if has_user_code(trainer):
+            known = self.log.tokens(self._samples)
+            tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
+            self._leave(USER_CODE, tokens)
+        if missing := [sample for sample in self._samples if sample not in tokens]:
+            raise SampleLogError(
+                f"the update of step {trainer.global_step} did not get the samples "
+                f"{', '.join(map(_name, missing[:NAMED]))} (uid/index), and no filter dropped "
+                "them."
+            )
+        ours = {sample: num for sample, num in tokens.items() if sample in self._samples}
+        self.log.train(ours, stats)
+        self._trained += sum(ours.values())
+        self._samples = {}
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Close every sample of the step, and add its tokens to the metrics."""
         if self._samples:  # a user's update did not call the hook
-            with self.log.lock:
-                self._leave(USER_CODE, {})
+            self._leave(USER_CODE, {})
         if self._sampled and self._has_updated:
             if self._sampled != self._trained + self._left_out.total():
                 raise SampleLogError(

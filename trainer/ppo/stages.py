@@ -189,10 +189,11 @@ class PPOTrainer(Trainer):
         ptx: RowLoader[Any] | None = None,
     ) -> None:
         """Store the inputs; models are loaded when the loop starts."""
-        super().__init__(run)
-        weights = sync.RolloutWeights(self.config, self.groups)
+        config: Any = run.config
+        weights = sync.RolloutWeights(config, run.groups)
+        super().__init__(run, weights.send_again)
         self.weights: sync.PolicyWeights = weights
-        self.rollouts = rollouts.Rollouts(self, tokenizer, rewards, send_weights=weights.send_again)
+        self.rollouts = rollouts.Rollouts(self, tokenizer, rewards)
         self.loader, self.prompts = loader, iter(loader)
         self.ptx = ptx
         self.has_validation = bool(self.config.data.val_files)

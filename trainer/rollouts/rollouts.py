@@ -19,13 +19,11 @@ from trainer.rollouts.turns import waits_for_environments
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import CallResult
-from verl_like.errors import LostSamplesError
 from workers.columns import read_column, rm_column, select_reads
 from workers.config import has_environment, model_rewards
 from workers.rewards.manager import RESPONSE_TEXT
 from workers.rewards.weighted import Rewards, WeightedScores
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.client import RolloutClient, Submission
 
 PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
@@ -38,43 +36,26 @@ class Rollouts:
         trainer: Trainer,
         tokenizer: Any,
         rewards: Rewards,
-        send_weights: Callable[[], Any] = lambda: None,
         ask: Callable[[DataProto], DataProto] | None = None,
         model_role: Callable[[str], str] = lambda role: role,
     ) -> None:
-        """`send_weights` updates a restarted rollout, which by default has its folder's weights.
+        """`ask` generates the samples of rows; by default, the group of the role `rollout` does.
 
-        `ask` generates the samples of rows; by default, the group of the role `rollout` does.
         `model_role` maps a reward model's role to the role that scores in its place.
         """
         self.trainer, self.run = trainer, trainer.run
         self.config: Any = trainer.config
         self.tokenizer, self.rewards = tokenizer, rewards
-        self._send_weights, self._ask, self._model_role = send_weights, ask, model_role
+        self._ask, self._model_role = ask, model_role
 
     def generate(self, batch: DataProto, **settings: Any) -> DataProto:
-        """Return the prompt rows with one response each; `settings` override the batch's own.
-
-        If the rollout loses a process meanwhile and can be replaced, unfinished samples of that
-        process are generated again from their prompts.
-        """
+        """Return the prompt rows with one response each; `settings` override the batch's own."""
         prompts = self.prompt_columns(batch, "rollout")
         prompts.meta_info = prompts.meta_info | settings
-        if self._ask is None:
-            replace = self._replace if self.run.can_replace("rollout") else None
-            samples = RolloutClient(self.run.groups["rollout"]).generate(prompts, replace)
-        else:
-            samples = self._ask(prompts)
+        ask = self._ask or self.trainer.recovery.generate
+        samples = ask(prompts)
         self.note_environments(samples, "rollout", "testing" if settings.get("validate") else "gen")
         return with_responses(batch, samples)
-
-    def _replace(self, error: LostSamplesError, submission: Submission) -> Any:
-        """Replace a lost group, send it the current weights, and return it."""
-        self.trainer.replace_lost(error)
-        self._send_weights()
-        missing = len(submission.missing)
-        self.run.restarts.note_samples(self.run.step, submission.num_samples, missing)
-        return self.run.groups["rollout"]
 
     def prompt_columns(self, batch: DataProto, role: str) -> DataProto:
         """Return the columns that a rollout reads; environments also get the data row's columns."""

@@ -25,7 +25,7 @@ from trainer.async_training.samplers import (
     chosen,
     select_chunks,
 )
-from trainer.observers.sample_log import QUEUED
+from trainer.observers.sample_log import QUEUED, SampleWatch
 from trainer.run_folder.accounts import describe_log
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError
@@ -395,3 +395,22 @@ def test_weights_published_again_count_as_newer() -> None:
     buffer.publish(buffer.version)
     assert buffer.weights > version
     assert buffer.begin(0, version) is None, "the generator takes the new weights first"
+
+
+def test_the_queue_goes_on_while_the_sample_log_reads_a_batch() -> None:
+    """A generator waits neither for the log's reading of the trainer's batch nor for its lock."""
+    buffer, depths = make_buffer(), list[int]()
+
+    class Read:
+        @property
+        def non_tensor_batch(self) -> dict[str, object]:
+            """Let a generator's thread use the buffer in the middle of the reading."""
+            generator = threading.Thread(target=lambda: depths.append(buffer.depth), daemon=True)
+            generator.start()
+            generator.join(5)
+            return {}
+
+    watch = SampleWatch()
+    watch.log, watch._samples = buffer.log, dict.fromkeys(begin(buffer).names)
+    watch.on_filter(None, "mine", Read(), Read())  # type: ignore[arg-type]
+    assert depths == [0]
