@@ -453,35 +453,29 @@ class AgentEndpoint(ThreadingHTTPServer):
 
     daemon_threads = True
     session: AgentSession | None = None
-
-
-@cache
-def endpoint() -> AgentEndpoint:
-    """Return the server of this process, which listens on a free port."""
-    server = AgentEndpoint(("127.0.0.1", 0), _AgentHandler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
-
-
-class OuterEndpoint(AgentEndpoint):
-    """A server for agents on other machines, whose connections `workers.agents.router` forwards."""
-
     key_file = ""
+    """With the session's key as its name: the link to the listener, if that is a Unix socket."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        """Serve in a thread at this listener, which `workers.agents.router` may forward to."""
+        is_outer = listener.family == socket.AF_UNIX
+        super().__init__(("", 0), _OuterHandler if is_outer else _AgentHandler, False)
+        self.socket.close()
+        self.socket, self.server_port = listener, 0 if is_outer else listener.getsockname()[1]
+        threading.Thread(target=self.serve_forever, daemon=True).start()
 
 
 @cache
-def outer_endpoint(listener: int) -> OuterEndpoint:
-    """Return the server of this process for other machines, which listens at this descriptor."""
-    server = OuterEndpoint(("", 0), _OuterHandler, bind_and_activate=False)
-    server.socket.close()
-    server.socket = socket.socket(fileno=listener)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    return server
+def endpoint(listener: int = -1) -> AgentEndpoint:
+    """Return the server of this process, at a free port or at this descriptor's socket."""
+    if listener >= 0:
+        return AgentEndpoint(socket.socket(fileno=listener))
+    return AgentEndpoint(socket.create_server(("127.0.0.1", 0)))
 
 
 def open_to_others(session: AgentSession, listener: int) -> None:
     """Create a link to this process's socket, named by the session's key, for the router."""
-    server = outer_endpoint(listener)
+    server = endpoint(listener)
     if server.key_file:
         os.remove(server.key_file)
     server.session, server.key_file = session, os.path.abspath(session.name)
@@ -528,7 +522,7 @@ class _AgentHandler(BaseHTTPRequestHandler):
     def _session_and_path(self) -> tuple[AgentSession, str]:
         """Return the session whose key the request has, and the path after the key."""
         path, session = self.path.lstrip("/"), self.server.session
-        if isinstance(self.server, OuterEndpoint):
+        if isinstance(self, _OuterHandler):
             if session is None or key_in(self.headers.items()) != session.name:
                 raise RejectedRequest("the API key is not the key of a session", status=401)
         else:

@@ -296,8 +296,5 @@ class RecordedHost:
         """Return 0, because no environment is running."""
         return 0.0
 
-    def kill(self, number: int) -> None:
-        """Do nothing: there is no process."""
-
     def end(self, number: int) -> None:
         """Do nothing: there are no resources."""
