@@ -39,7 +39,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("errors",),
         ("signatures",),
         ("files", "lazy", "masking", "registry", "tensor_ops", "terminal", "threads"),
-        ("config_key",),
+        ("config_key", "remote_files"),
         ("batch",),
         ("process.info", "process.machine"),
         ("calls",),

@@ -33,6 +33,7 @@ from trainer.record import Run
 from trainer.restarts import LOSSES, Restarts, restart_groups
 from trainer.run_folder.folder import MODEL, note_start, open_run_folder
 from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.remote import local_run_folder, without_remote_folders
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.signals import StopSignals
@@ -88,6 +89,7 @@ def run_steps(
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         stop = at_end.enter_context(StopSignals())
+        config = at_end.enter_context(local_run_folder(config))
         # a folder that this run cannot resume is rejected before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         nothing_left = ResumePoint(config).finished_message
@@ -131,6 +133,7 @@ def check(
     printed, which needs no data.
     """
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
+    config = without_remote_folders(config)
     with reproducible_arithmetic():
         try:
             lines = preflight_lines(config, trainer_cls)

@@ -34,6 +34,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
 from trainer.config.unused_keys import annotated_yaml
 from trainer.config.yaml_files import register
+from trainer.run_folder.remote import local_copy_of
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import changed
 from verl_like.errors import CallbackError, ConfigError, VerlLikeError
@@ -224,8 +225,9 @@ def run_jobs(
         failure = ""
         try:
             config = load_or_exit(recipe, job, defaults)
-            folders.append(Path(config.trainer.default_local_dir) / str(number))
-            config = changed(config, {"trainer.default_local_dir": str(folders[-1])})
+            url = f"{config.trainer.default_local_dir.rstrip('/')}/{number}"
+            folders.append(local_copy_of(url))
+            config = changed(config, {"trainer.default_local_dir": url})
             run_or_exit(config, recipe, job, start)
         except SystemExit as ended:
             if ended.code in STOP_EXITS:

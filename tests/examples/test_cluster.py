@@ -203,6 +203,30 @@ def test_the_run_of_the_manifest_fits_its_machines(
         assert file.startswith("/shared/")
 
 
+def test_the_cluster_that_stays_fits_kuberay_s_schema() -> None:
+    cluster = yaml.safe_load((EXAMPLES / "cluster" / "raycluster.yaml").read_text("utf-8"))
+    # KubeRay's RayJob has the spec of a RayCluster in it
+    schema = json.loads(SCHEMA.read_text("utf-8"))["properties"]["spec"]["properties"]
+    validator = jsonschema.Draft7Validator(schema["rayClusterSpec"])
+    validator.validate(cluster["spec"])
+    assert (cluster["apiVersion"], cluster["kind"]) == ("ray.io/v1", "RayCluster")
+    with pytest.raises(jsonschema.ValidationError):
+        validator.validate(cluster["spec"] | {"workers": 2})
+
+
+def test_the_task_fits_skypilot_s_parser_and_names_known_keys() -> None:
+    file = EXAMPLES / "cluster" / "skypilot.yaml"
+    task = yaml.safe_load(file.read_text("utf-8"))
+    _, _, recipe, *settings = shlex.split(task["run"])
+    assert recipe == "ppo"
+    known = {"$BUCKET": task["envs"]["BUCKET"], "$SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    for name, value in known.items():
+        settings = [setting.replace(name, value) for setting in settings]
+    assert load_config(settings).trainer.default_local_dir.startswith("s3://")
+    sky = pytest.importorskip("sky", reason="SkyPilot is not installed")
+    sky.Task.from_yaml_config(task)
+
+
 def test_the_image_has_ray_s_job_server() -> None:
     assert "ray[default]" in (ROOT / "docker" / "cuda.Dockerfile").read_text("utf-8")
 

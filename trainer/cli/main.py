@@ -32,6 +32,7 @@ from __future__ import annotations
 import ast
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from verl_like.lazy import check_not_hidden
@@ -118,9 +119,44 @@ def main() -> None:
 
                 run_command(target, arguments)
             else:
-                target(arguments)
+                run_with_local_paths(command, target, arguments)
         except VerlLikeError as err:
             sys.exit(f"error: {printable(str(err))}")
+
+
+NEEDS = {"report": "records", "compare": "records", "replay": "all"}
+"""Commands that read runs -> which files of a remote run they need; others need weights."""
+
+
+def run_with_local_paths(
+    command: str, target: Callable[[list[str]], None], arguments: list[str]
+) -> None:
+    """Run a command with local copies of remote folders; upload what it writes into them."""
+    from verl_like.remote_files import is_remote
+
+    if command not in (*NEEDS, "eval", "chat", "export") or not any(map(is_remote, arguments)):
+        target(arguments)
+        return
+    from tempfile import TemporaryDirectory
+
+    from trainer.run_folder.folder import REPORT_FILE as PAGE
+    from trainer.run_folder.remote import fetched_run, upload
+
+    with TemporaryDirectory(prefix="verl-like-") as scratch:
+        remote = [argument for argument in arguments if is_remote(argument)]
+        outputs = []
+        if command == "export" and is_remote(arguments[-1]):
+            outputs = [remote.pop()]
+        needs = NEEDS.get(command, "weights")
+        local = {url: str(fetched_run(url, needs)) for url in remote}
+        local |= {url: f"{scratch}/export" for url in outputs}
+        target([local.get(argument, argument) for argument in arguments])
+        written = {url: Path(local[url]) for url in outputs}
+        if command == "report":
+            written = {f"{url.rstrip('/')}/{PAGE}": Path(local[url], PAGE) for url in remote}
+        for url, path in written.items():
+            upload(path, url)
+            print(f"uploaded to {url}")
 
 
 def resolve_command(name: str) -> list[str]:

@@ -94,7 +94,9 @@ class TrainerConfig(Section):
     default_local_dir: str = config_field(
         "runs/verl_like/run", allows="a folder", required=NAME_A_FOLDER
     )
-    """Folder of the run: its metrics, checkpoints, samples and report."""
+    """Folder of the run: its metrics, checkpoints, samples and report. `s3://bucket/folder` and the
+    like are uploaded in the background.
+    """
     test_freq: int = config_field(0, at_least=-1)
     """Steps between validations; 0: only after the last step, -1: not even then. `val_before_train`
     controls the validation before step 1.

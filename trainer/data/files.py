@@ -18,6 +18,7 @@ from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_spli
 from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, few, nearest
 from verl_like.registry import load_from
+from verl_like.remote_files import fetched, is_remote
 from verl_like.signatures import CallSignature, check_call
 from workers.chats import IMAGE_TYPES
 from workers.rewards.functions import GIVE_REWARD
@@ -233,13 +234,19 @@ def folders_of(names: Sequence[str]) -> list[Path]:
     return [*dict.fromkeys(Path(name).parent for name in names), Path()]
 
 
-def names_of(files: str | int | Sequence[str] | None) -> list[str]:
-    """Return the file names as a list; a number of prompts counts as one name."""
+def names_of(
+    files: str | int | Sequence[str] | None, key: str = "data.train_files or data.val_files"
+) -> list[str]:
+    """Return the file names as a list; a number of prompts counts as one name.
+
+    A remote file is downloaded, and its name is that of the local copy.
+    """
     if not files:
         return []
     if isinstance(files, int):
         return [str(files)]
-    return [files] if isinstance(files, str) else list(files)
+    names = [files] if isinstance(files, str) else list(files)
+    return [str(fetched(name, key)) if is_remote(name) else name for name in names]
 
 
 def check_files(config: Any, settings: Sequence[str] = ("train_files", "val_files")) -> None:
@@ -249,7 +256,7 @@ def check_files(config: Any, settings: Sequence[str] = ("train_files", "val_file
     for setting in settings:
         if is_num_prompts(getattr(config, setting)):
             continue
-        for name in names_of(getattr(config, setting)):
+        for name in names_of(getattr(config, setting), f"data.{setting}"):
             if not is_hub_name(name):
                 _check_file(Path(name), f"data.{setting}")
 

@@ -39,6 +39,7 @@ from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError
 from verl_like.files import DRAFT, json_lines, json_objects, read_json_object, write_whole
 from verl_like.process.random_state import load_random_state
+from verl_like.remote_files import is_remote, remote_version
 from workers.config.conditions import may_read_images
 from workers.config.model import IMAGE_BACKEND
 
@@ -83,6 +84,9 @@ class ResumePoint:
             if may_change_on_resume(self.schema, key):
                 continue
             for where, name in _file_names(key, value):
+                if is_remote(name):
+                    digests[f"{where}: {name}"] = remote_version(name, where)
+                    continue
                 path = _path_of(name)
                 if path is None:
                     continue

@@ -15,7 +15,9 @@ from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.ppo.config import AlgorithmConfig
 from trainer.ppo.verl import translate
 from verl_like.config_key import Section, config_field
+from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
+from verl_like.remote_files import is_remote
 from workers.config import WorkersConfig
 
 CLIENTS_SAY = "each request sets it"
@@ -96,6 +98,15 @@ def unplaced_roles(config: ServeConfig) -> dict[str, str]:
     return {role: f"role_mapping has no {role}" for role in optional if role not in placed}
 
 
+def check_folder(config: ServeConfig) -> None:
+    """Reject a run folder in an object store: clients save when they want, without a loop."""
+    if is_remote(config.trainer.default_local_dir):
+        raise ConfigError(
+            f"trainer.default_local_dir={config.trainer.default_local_dir}: verl-like serve saves "
+            "only on this machine's file systems. Set a local folder."
+        )
+
+
 SERVE = Recipe(
     name="serve",
     schema=ServeConfig,
@@ -105,4 +116,5 @@ SERVE = Recipe(
     inactive_roles=unplaced_roles,
     registries=("trainer.ppo.advantages", "workers.losses", "workers.training.optim"),
     translate=translate,
+    checks=(check_folder,),
 )

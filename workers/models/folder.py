@@ -10,12 +10,14 @@ import copy
 import functools
 import json
 import re
+from fnmatch import fnmatch
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
+from verl_like.remote_files import fetched, is_remote
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -37,10 +39,16 @@ def is_on_hub(path: str) -> bool:
 
 @functools.cache
 def model_folder(path: str, weights: bool = True) -> Path:
-    """Return the folder of this path; download `organization/model` from the hub if needed.
+    """Return the folder of this path; download a remote one or `organization/model` if needed.
 
     Without `weights` only the small files are guaranteed to be there.
     """
+    if is_remote(path):
+
+        def is_small(name: str) -> bool:
+            return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
+
+        path = str(fetched(path, "model.path", (lambda name: True) if weights else is_small))
     if not is_on_hub(path):
         folder = Path(path).expanduser()
         check_small_files(folder)
