@@ -73,7 +73,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("tools", "tools.report"),
         ("tools.compare", "tools.planner"),
         ("tools.check_loss", "tools.evaluation", "tools.rehearsal", "tools.replay", "serve"),
-        ("tools.migrate",),
+        ("tools.migrate", "tools.bisect"),
         ("recipe_command",),
         ("main_ppo", "api"),
         ("__init__",),

@@ -15,6 +15,7 @@ before a run
 after a run
   report RUN_DIR                write RUN_DIR/report.html again
   compare RUN RUN ...           compare runs: settings, curves, times
+  bisect A B                    find where two runs part, and why
   replay RUN --step K           repeat a step of a run, to compare or debug
   eval MODEL [key=value ...]    validate a model or a run's model
   chat MODEL                    talk to a model or a run's model
@@ -48,7 +49,7 @@ RECIPES = {
 """Commands that run a recipe."""
 OTHERS = """
     check plan check-environment check-loss doctor make-tiny serve serve-reward
-    migrate report compare replay eval chat export
+    migrate report compare bisect replay eval chat export
 """.split()
 """The other commands, each with a module of its name in this folder."""
 COMMANDS = RECIPES | {name: f"trainer.cli.{name.replace('-', '_')}.main" for name in OTHERS}

@@ -27,7 +27,12 @@ def active_observers(config: Any, recipe: Any) -> list[Any]:
     from trainer.observers.sample_log import SampleWatch
     from trainer.observers.saved_batches import DrawCheck, SavedBatches, WrittenSamples
 
-    return [SavedBatches(config), SampleWatch(), DrawCheck(), WrittenSamples(), *observers]
+    observers = [SavedBatches(config), SampleWatch(), DrawCheck(), WrittenSamples(), *observers]
+    if config.trainer.record != "0":
+        from trainer.observers.recorded_steps import RecordedSteps
+
+        observers.append(RecordedSteps(config))
+    return observers
 
 
 def end_of_run(observers: Sequence[Any]) -> None:

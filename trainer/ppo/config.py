@@ -164,6 +164,8 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
     """Newest steps whose samples are all kept; null: of every step."""
     batch_steps_to_keep: int = config_field(0, at_least=0, hint="0 keeps none", read_when=SAVES)
     """Newest steps whose batches are kept for `replay`."""
+    record: str = config_field("0", allows="`all`, or a number of steps", read_when=SAVES)
+    """Newest steps whose numbers are kept in `record/` for `bisect`; 0: none."""
 
 
 @dataclass(kw_only=True)

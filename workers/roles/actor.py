@@ -176,6 +176,12 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             self.average.swap_out()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_norms(self) -> dict[str, float]:
+        """Return the Euclidean norm of every weight, by its Hugging Face name."""
+        tensors = self.engine.named_full_tensors()
+        return {name: float(tensor.double().norm()) for name, tensor in tensors}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self, as_sent: bool = False) -> str:
         """Return a hash of the full weights; with `as_sent`, of the weights that rollouts get."""
         if as_sent and self.sends_adapter:

@@ -1,0 +1,117 @@
+"""usage: verl-like bisect A B [--json]
+
+Finds the first number that differs between two runs, and why:
+
+  verl-like bisect runs/a runs/b
+  verl-like bisect trl:records/trl runs/ours
+
+A and B are run folders (trainer.record=all, or trainer.batch_steps_to_keep), or
+records of any framework: trl:DIR, verl:DIR (trainer.rollout_data_dir of verl),
+slime:DIR (--save-debug-rollout-data), tinker:DIR. Settings, then the stages of
+each step are compared in order: prompts, samples, mask, log-probs, scores,
+rewards, advantages, loss, gradients, learning rate, weights. Where a stage
+differs, both sides are computed again by verl-like's formulas, and the formula
+and setting of each side are named.
+
+  --json   print one JSON object
+
+The exit code is 0 if all is equal up to rounding, 1 if a number differs, and 2
+if the records do not tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.tools.bisect.causes import causes_of, fits
+from trainer.tools.bisect.sides import Side, open_side
+from trainer.tools.bisect.walk import Finding, decoded, walk
+from verl_like.errors import VerlLikeError
+from verl_like.record import RecordError
+from verl_like.terminal import usage_of
+
+CODES = {"equal": 0, "differs": 1, "cannot tell": 2}
+MOST_SETTINGS = 10
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Print the finding, and exit with its code."""
+    parser = argparse.ArgumentParser("verl-like bisect", usage_of(__doc__))
+    parser.add_argument("a", metavar="A")
+    parser.add_argument("b", metavar="B")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    try:
+        finding = bisect(options.a, options.b)
+    except (VerlLikeError, RecordError, OSError) as error:
+        finding = Finding("cannot tell", str(error))
+    if options.json:
+        print(json.dumps(finding.as_json(), default=str))
+    else:
+        print(text_of(finding, options.a, options.b))
+    sys.exit(CODES[finding.verdict])
+
+
+def bisect(first: str, other: str) -> Finding:
+    """Return the first difference between two sides, with its causes."""
+    a, b = open_side(first), open_side(other)
+    finding, steps = walk(a, b, fits, show_progress)
+    if steps is not None:
+        finding.text = decoded(steps, finding.row, tokenizer_of(a, b))
+        finding.causes = causes_of(finding, steps)
+    return finding
+
+
+def show_progress(line: str) -> None:
+    """Show the step that is compared on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r{line}\033[K", end="\r", file=sys.stderr, flush=True)
+
+
+def tokenizer_of(*sides: Side) -> Any:
+    """Return the tokenizer of the first side whose model is here, or None."""
+    from transformers import AutoTokenizer
+
+    for side in sides:
+        try:
+            return AutoTokenizer.from_pretrained(side.model_path, local_files_only=True)
+        except (OSError, ValueError, TypeError):
+            continue
+    return None
+
+
+def text_of(finding: Finding, a: str, b: str) -> str:
+    """Return the finding as text."""
+    lines = [f"A: {a}", f"B: {b}"]
+    shown = list(finding.settings.items())[:MOST_SETTINGS]
+    lines += [f"setting {key}: A {x!r}, B {y!r}" for key, (x, y) in shown]
+    if len(finding.settings) > MOST_SETTINGS:
+        lines.append(f"... and {len(finding.settings) - MOST_SETTINGS} more settings differ")
+    if finding.verdict == "equal":
+        lines.append(f"equal in {finding.steps} steps: {', '.join(finding.compared)}")
+    elif finding.verdict == "cannot tell":
+        lines.append(f"cannot tell: {finding.reason}")
+    else:
+        lines.append(first_number(finding))
+        lines += [f"  {line}" for line in finding.text]
+        lines += [f"cause: {cause['sentence']}" for cause in finding.causes]
+        if not finding.causes:
+            lines.append("cause: no formula or setting explains the difference")
+    return "\n".join([*lines, *(f"note: {note}" for note in finding.notes)])
+
+
+def first_number(finding: Finding) -> str:
+    """Return the sentence about the first number that differs."""
+    where = "" if finding.row is None else f", row {finding.row}"
+    place = f", {finding.place}" if finding.place else ""
+    words = f"first difference: step {finding.step}, {finding.stage}: {finding.name}{where}{place}"
+    words += f": A {finding.a}, B {finding.b}"
+    if finding.difference is not None:
+        words += f" (differ by {finding.difference:.3g}; rounding allows {finding.allowed:.1g})"
+    if finding.num_rows:
+        words += f"; {finding.num_differing} of {finding.num_rows} rows differ"
+    return words

@@ -1,0 +1,95 @@
+"""The observer that writes `record/` in the run folder, which `verl-like bisect` compares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trainer.config.flat import flat_config
+from verl_like.batch.protocol import DataProto
+from verl_like.errors import ConfigError
+from verl_like.record import Recorder
+from workers.config.conditions import ACTOR
+from workers.rollout.sample import LENGTH_LIMIT
+
+RECORD = "record"
+COLUMNS = (
+    *("prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"),
+    *(
+        "ref_log_prob",
+        "values",
+        "token_level_scores",
+        "token_level_rewards",
+        "advantages",
+        "returns",
+    ),
+    *("policy_version", "rollout_is_weights"),
+)
+"""Columns that keep their names in the record."""
+NUMBERS = ("pg_loss", "kl_loss", "grad_norm", "lr")
+
+
+class RecordedSteps:
+    """Writes the newest steps, as many as `trainer.record` says; `all` keeps every step."""
+
+    def __init__(self, config: Any) -> None:
+        record = config.trainer.record
+        if record != "all" and not record.isdecimal():
+            raise ConfigError(f"trainer.record={record}: use `all`, or a number of steps.")
+        self._config = config
+        self._folder = f"{config.trainer.default_local_dir}/{RECORD}"
+        self._arrays: dict[str, np.ndarray] = {}
+
+    def on_train_begin(self, trainer: Any) -> None:
+        """Begin the record with the weights of the beginning, as step 0."""
+        self._settings = flat_config(self._config)
+        self._recorder = Recorder(self._folder, "verl-like", self._settings)
+        if trainer.global_step == 0:
+            self._recorder.step(0, weight_norms=weight_norms(trainer))
+
+    def on_update(self, trainer: Any, batch: DataProto) -> None:
+        """Take the columns while the workers compute."""
+        self._arrays = arrays_of(batch)
+
+    def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """Write the step, and delete the file of the oldest."""
+        arrays, self._arrays = self._arrays, {}
+        step, numbers = trainer.global_step, numbers_of(metrics, self._settings)
+        self._recorder.step(step, arrays, **numbers, weight_norms=weight_norms(trainer))
+        if self._config.trainer.record != "all":
+            oldest = step - int(self._config.trainer.record)
+            (self._recorder.folder / f"{oldest}.safetensors").unlink(missing_ok=True)
+
+
+def arrays_of(batch: DataProto) -> dict[str, np.ndarray]:
+    """Return the arrays of a record from the batch of an update."""
+    width = batch.column("prompts").shape[1]
+    inside, objects = batch.padded("attention_mask").bool(), batch.non_tensor_batch
+    numbers: dict[Any, int] = {}
+    arrays = {name: batch.padded(name).numpy() for name in COLUMNS if name in batch.columns}
+    return arrays | {
+        "prompt_mask": inside[:, :width].numpy(),
+        "response_lengths": inside[:, width:].sum(1).numpy(),
+        "group": np.array([numbers.setdefault(uid, len(numbers)) for uid in objects["uid"]]),
+        "truncated": np.array([end == LENGTH_LIMIT for end in objects["finish_reason"]]),
+    }
+
+
+def numbers_of(metrics: Mapping[str, float], config: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record from the metrics of a step."""
+    named = {name: metrics[f"actor/{name}"] for name in NUMBERS if f"actor/{name}" in metrics}
+    if "pg_loss" in named:
+        kl, entropy = named.get("kl_loss", 0.0), metrics.get("actor/entropy", 0.0)
+        named["loss"] = named["pg_loss"] + config[f"{ACTOR}.kl_loss_coef"] * kl
+        if config[f"{ACTOR}.entropy_coeff"]:
+            coefficient = metrics.get("actor/entropy_coeff", config[f"{ACTOR}.entropy_coeff"])
+            named["loss"] -= coefficient * entropy
+    return named
+
+
+def weight_norms(trainer: Any) -> dict[str, float]:
+    """Return the norm of every weight of the policy."""
+    norms: list[dict[str, float]] = trainer.groups["actor"].weight_norms()
+    return norms[0]

@@ -1,0 +1,1 @@
+"""`verl-like bisect`: the first number that differs between two runs, and why."""

@@ -1,0 +1,95 @@
+"""Record a run of TRL 1.16: `trainer.add_callback(RecordCallback(trainer, "records/trl"))`.
+
+It records GRPO and RLOO (samples, rewards, advantages, loss) and, for DPO and SFT, the loss, the
+gradients, the learning rate and the norms of weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from verl_like.record import Recorder
+
+NAMES = {
+    "prompts": "prompt_ids",
+    "prompt_mask": "prompt_mask",
+    "responses": "completion_ids",
+    "rollout_log_probs": "sampling_per_token_logps",
+    "old_log_probs": "old_per_token_logps",
+    "ref_log_prob": "ref_per_token_logps",
+    "advantages": "advantages",
+}
+"""Field of a record -> key of TRL's batch."""
+
+
+class RecordCallback(TrainerCallback):  # type: ignore[misc]
+    """Writes a step after each optimizer step; the rows are in the order of generation."""
+
+    def __init__(self, trainer: Any, folder: str) -> None:
+        path = trainer.model.config._name_or_path
+        config = trainer.args.to_dict() | {"model_name_or_path": path}
+        self.recorder = Recorder(folder, "trl", config)
+        self.arrays: dict[str, Any] = {}
+        self.numbers: dict[str, Any] = {}
+        self.losses: list[float] = []
+        self.recorder.step(0, weight_norms=norms(trainer.model.named_parameters()))
+        for name, watch in (
+            ("_generate_and_score_completions", self.on_samples),
+            ("_calculate_rewards", self.on_rewards),
+            ("compute_loss", self.on_loss),
+        ):
+            if hasattr(trainer, name):
+                setattr(trainer, name, watched(getattr(trainer, name), watch))
+
+    def on_samples(self, batch: Any, trainer_inputs: Any) -> None:
+        """Take the batch of a generation."""
+        taken = {field: batch[key] for field, key in NAMES.items() if batch.get(key) is not None}
+        mask = batch["completion_mask"]
+        tools = batch.get("tool_mask", torch.ones_like(mask))
+        taken |= {"response_mask": mask * tools, "response_lengths": mask.sum(1)}
+        self.arrays |= taken
+
+    def on_rewards(self, rewards: Any, trainer_inputs: Any) -> None:
+        """Take the sum of the rewards of every sample; equal prompts follow each other."""
+        self.arrays["scores"] = rewards.nansum(1)
+
+    def on_loss(self, loss: Any, trainer_inputs: Any) -> None:
+        """Take the loss of a micro-batch, which TRL has divided by their number."""
+        loss = loss[0] if isinstance(loss, tuple) else loss
+        if loss.requires_grad:
+            self.losses.append(float(loss.detach()))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take the gradients, which are clipped by now, and the learning rate."""
+        named = [(n, p.grad) for n, p in kwargs["model"].named_parameters() if p.grad is not None]
+        self.numbers["grad_norms"] = norms(named)
+        self.numbers["lr"] = kwargs["optimizer"].param_groups[0]["lr"]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the step."""
+        weights = norms(kwargs["model"].named_parameters())
+        loss, self.losses = float(np.sum(self.losses)), []
+        self.recorder.step(
+            state.global_step, self.arrays, loss=loss, weight_norms=weights, **self.numbers
+        )
+        self.arrays, self.numbers = {}, {}
+
+
+def norms(named: Any) -> dict[str, float]:
+    """Return the Euclidean norm of every tensor."""
+    return {name: float(tensor.detach().double().norm()) for name, tensor in named}
+
+
+def watched(function: Any, watch: Any) -> Any:
+    """Return the function, whose result is also passed to `watch`."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        watch(result, args)
+        return result
+
+    return call
