@@ -7,7 +7,7 @@
 
 You may copy this file into another project. A record is a folder with one line of JSON per step in
 `steps.jsonl`, after a line about the run, and one safetensors file `<step>.safetensors` per step.
-`docs/record_format.md` describes the fields; each of them is optional. Nothing in a record is
+`docs/my_curves_differ.md` describes the fields; each of them is optional. Nothing in a record is
 executed when it is read, and sizes are checked before memory is used.
 """
 

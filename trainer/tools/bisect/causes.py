@@ -17,6 +17,8 @@ from trainer.tools.bisect.sides import OURS
 from trainer.tools.bisect.walk import FIELDS, Finding, Step, on_tokens, pair_of
 
 Cause = dict[str, str]
+MOST_UNKNOWN = 2
+"""Differing settings that are named although none is known to act in the stage."""
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
 SETTINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "model": ((MODEL, "model_name_or_path"),),
@@ -54,7 +56,11 @@ SETTINGS: dict[str, tuple[tuple[str, str], ...]] = {
         (ACTOR, ""),
         ("algorithm", ""),
     ),
-    "gradients": ((ACTOR, ""), (MODEL, "")),
+    "gradients": (
+        (f"{ACTOR}.grad_clip", "max_grad_norm"),
+        (ACTOR, "gradient_accumulation_steps"),
+        (MODEL, "per_device_train_batch_size"),
+    ),
     "learning rate": (
         (f"{ACTOR}.optim.lr", "learning_rate"),
         (f"{ACTOR}.optim.lr_warmup_steps", "warmup_steps"),
@@ -140,14 +146,19 @@ def of_settings(finding: Finding, steps: tuple[Step, Step]) -> Iterator[Cause]:
             values = [s.setting(ours if s.framework == OURS else theirs or ours) for s in (a, b)]
             if None not in values and not same(*values):
                 changed[ours] = values
-    for prefix, _ in SETTINGS.get(finding.stage, ()):
-        for key in [key for key in changed if key.startswith(prefix)]:
-            x, y = changed.pop(key)
-            yield {
-                "probe": "setting",
-                "sentence": f"{key} is {x!r} in A and {y!r} in B",
-                "setting": key,
-            }
+    acting = SETTINGS.get(finding.stage, ())
+    keys = [
+        key for ours, theirs in acting for key in changed if key.startswith(ours) or key == theirs
+    ]
+    if not keys and len(changed) <= MOST_UNKNOWN:
+        keys = [key for key in changed if not key.startswith("version of ")]
+    for key in dict.fromkeys(keys):
+        x, y = changed.pop(key)
+        yield {
+            "probe": "setting",
+            "sentence": f"{key} is {x!r} in A and {y!r} in B",
+            "setting": key,
+        }
     for key in [key for key in changed if key.startswith("version of ")]:
         x, y = changed[key]
         yield {"probe": "version", "sentence": f"{key} is {x} in A, {y} in B", "setting": key}

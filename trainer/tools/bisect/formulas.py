@@ -57,7 +57,7 @@ def mask_of(step: Step) -> Tensor | None:
 
 def token_rewards(step: Step, mask: Tensor) -> dict[str, Tensor]:
     """Return the token rewards that an estimator may have read, by their words."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, words in (("rewards", ""), ("scores", " of the scores, without the KL")):
         values = tensor(step, name)
         if values is not None:

@@ -38,8 +38,8 @@ def of_arrays(x: np.ndarray, y: np.ndarray, a: Step, b: Step) -> Iterator[Relati
             yield "shift", "B's numbers are A's, one token later"
         if close(x[:, 1:], y[:, :-1], inside[:, 1:]) and not close(x, 0.0):
             yield "shift", "B's numbers are A's, one token earlier"
-    totals = [z if z.ndim == 1 else z.sum(1) for z in (x, y)]
-    yield from of_rows(*totals, rows, a, b)
+    sums = [z if z.ndim == 1 else z.sum(1) for z in (x, y)]
+    yield from of_rows(sums[0], sums[1], rows, a, b)
     if x.ndim == 2:
         yield from of_places(x, y, a)
 

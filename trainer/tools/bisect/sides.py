@@ -64,7 +64,7 @@ def open_side(spec: str) -> Side:
         return side_of_batches(spec, folder)
     raise ConfigError(
         f"{spec} has no record ({STEPS}), no dump that bisect reads, and no {CONFIG_FILE}. Record "
-        "a run with trainer.record=all, or write a record as docs/record_format.md says."
+        "a run with trainer.record=all, or write a record as docs/my_curves_differ.md says."
     )
 
 

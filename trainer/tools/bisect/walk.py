@@ -52,8 +52,10 @@ FIELDS = (
 )
 """Fields in the order of a step; a stage is a name, and its fields follow each other."""
 STAGES = tuple(dict.fromkeys(quantity.stage for quantity in FIELDS))
-TOKENS = ("response_mask", "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_prob")
-TOKENS += ("values", "rewards", "advantages", "returns", "rollout_is_weights")
+TOKENS = (
+    *("response_mask", "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_prob"),
+    *("values", "rewards", "advantages", "returns", "rollout_is_weights"),
+)
 
 
 @dataclass
@@ -196,10 +198,10 @@ def first_difference(quantity: Quantity, x: Any, y: Any) -> dict[str, Any] | Non
         return None
     rows = wrong.reshape(len(x), -1).any(1)
     row = int(np.argmax(rows))
-    where = (row, int(np.argmax(wrong[row]))) if x.ndim == 2 else (row,)
+    where = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
     return {
         "row": row,
-        "place": f"token {where[1]}" if x.ndim == 2 else "",
+        "place": f"token {where[-1]}" if x.ndim == 2 else "",
         "a": float(x[where]),
         "b": float(y[where]),
         "difference": float(gap[where]),
@@ -229,7 +231,9 @@ def first_of_ids(x: Rows, y: Rows) -> dict[str, Any] | None:
     return {"row": rows[0], "place": f"token {place}", "a": values[0], "b": values[1], **counts}
 
 
-def first_of_names(quantity: Quantity, x: Mapping[str, Any], y: Mapping[str, Any]) -> Any:
+def first_of_names(
+    quantity: Quantity, x: Mapping[str, Any], y: Mapping[str, Any]
+) -> dict[str, Any] | None:
     for name in sorted(x.keys() & y.keys()):
         first, other = x[name], y[name]
         if not all(isinstance(value, int | float) for value in (first, other)):
@@ -281,7 +285,7 @@ def walk(
         moved = order is not None and not np.array_equal(order, np.arange(len(order)))
         if moved and a.framework != b.framework:
             notes[f"step {number}: B has A's rows in another order; rows were matched"] = None
-            pair = pair[0], pair[1].in_order(order)
+            pair = pair[0], pair[1].in_order(np.asarray(order))
         for item in FIELDS:
             values = pair_of(item, *pair)
             if values is None:

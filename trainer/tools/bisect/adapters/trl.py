@@ -26,13 +26,14 @@ NAMES = {
 """Field of a record -> key of TRL's batch."""
 
 
-class RecordCallback(TrainerCallback):  # type: ignore[misc]
+class RecordCallback(TrainerCallback):
     """Writes a step after each optimizer step; the rows are in the order of generation."""
 
     def __init__(self, trainer: Any, folder: str) -> None:
         path = trainer.model.config._name_or_path
         config = trainer.args.to_dict() | {"model_name_or_path": path}
         self.recorder = Recorder(folder, "trl", config)
+        self.group_size = getattr(trainer.args, "num_generations", 1)
         self.arrays: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.losses: list[float] = []
@@ -51,6 +52,7 @@ class RecordCallback(TrainerCallback):  # type: ignore[misc]
         mask = batch["completion_mask"]
         tools = batch.get("tool_mask", torch.ones_like(mask))
         taken |= {"response_mask": mask * tools, "response_lengths": mask.sum(1)}
+        taken["group"] = np.arange(len(mask)) // self.group_size
         self.arrays |= taken
 
     def on_rewards(self, rewards: Any, trainer_inputs: Any) -> None:
