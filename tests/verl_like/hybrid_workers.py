@@ -1,14 +1,14 @@
-"""A worker that calls the other roles of its process, and takes TensorDicts, as verl's do."""
+"""A worker that calls the other roles of its process, as verl's do."""
 
 from __future__ import annotations
 
 import os
 
-import torch
-from tensordict import NonTensorData, TensorDict
+from tensordict import TensorDict
 
 from verl_like import (
     ClassWithInitArgs,
+    DataProto,
     Dispatch,
     Worker,
     create_colocated_worker_raw_cls,
@@ -60,26 +60,13 @@ class Hybrid(create_colocated_worker_raw_cls(ROLES)):
         return os.environ.get(key)
 
     @register(dispatch_mode=NUMBERED)
-    def double(self, data: TensorDict) -> TensorDict:
-        """Change the chunk, and count its rows."""
-        data["x"] *= 2
-        data["length"] = torch.tensor([len(row) for row in data["ids"].unbind()])
-        data["top_p"] = NonTensorData(data["top_p"] + self.rank)
+    def unchanged(self, data):
         return data
 
-    @register(dispatch_mode=NUMBERED, blocking=False)
-    def double_later(self, data: TensorDict):
-        return self.double(data), {"rows": data.shard.rows}
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def chunks(self, data: TensorDict) -> TensorDict:
-        return data.select("x")
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def tensordict(self, data: DataProto):
+        return data.to_tensordict()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def total(self, data: TensorDict) -> int:
         return int(data["x"].sum())
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def report(self, data: TensorDict) -> TensorDict:
-        """Return values without rows."""
-        return TensorDict({"sum": NonTensorData(int(data["x"].sum()))}, batch_size=[])

@@ -7,7 +7,6 @@
 Torch's jagged nested tensors, which a TensorDict can contain, are not enough. In torch 2.13 they
 have no row selection, no slice, `cat`, `repeat` or comparison along the rows, and no padding on the
 left. Each of their operations costs 0.1 to 0.4 ms of dispatch; selecting 8 rows here takes 0.02 ms.
-Dispatch converts users' nested columns to `RaggedTensor` (`verl_like.batch.tensordicts`).
 """
 
 from __future__ import annotations

@@ -4,22 +4,13 @@ A batch of N rows over n workers becomes n contiguous chunks of ceil(N / n) rows
 divide N, the last chunks are filled with copies of the batch's first rows. `Shard` marks these
 copies, the last rows of a chunk, and the engines give them no weight. The caller's batch is never
 changed.
-
-Methods take and return TensorDicts if the driver passes them. In transit a TensorDict is a
-`TensorDictRows`, a batch that can be converted back; no method of a worker ever sees it. Its nested
-tensors are ragged columns in transit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
 
-from verl_like.batch import tensordicts
-from verl_like.batch.columns import tensors_of
 from verl_like.batch.protocol import DataProto, Shard
-from verl_like.batch.ragged import RaggedTensor
-from verl_like.batch.tensordict_import import NonTensorData, TensorDict
 from verl_like.errors import BatchError, DispatchError
 
 
@@ -104,90 +95,4 @@ def join_chunks(chunks: Sequence[DataProto]) -> DataProto:
     Chunks that have only padding are left out, unless all have.
     """
     with_rows = [chunk for chunk in chunks if chunk.shard is None or chunk.shard.rows > 0]
-    joined = with_rows or list(chunks)
-    is_tensordict = isinstance(joined[0], TensorDictRows)
-    return DataProto.concat(joinable(joined) if is_tensordict else joined)
-
-
-class TensorDictRows(DataProto):
-    """A TensorDict in transit."""
-
-    @classmethod
-    def of(cls, tensordict: TensorDict) -> Self:
-        """Return rows for a TensorDict with one batch dim, or without any if it has only
-        `NonTensorData`.
-        """
-        if not tensordict.batch_dims:
-            return cls(None, {}, _entries(tensordict))
-        nested = {n: c for n, c in tensors_of(tensordict).items() if tensordicts.is_nested(c)}
-        rest = tensordict.exclude(*nested) if nested else tensordict
-        batch, arrays, meta = tensordicts.split_parts(rest)
-        if batch is None:  # the number of rows is known anyway
-            batch = TensorDict({}, batch_size=tensordict.batch_size)
-        ragged = {n: tensordicts.ragged_of_nested(n, column) for n, column in nested.items()}
-        return cls(batch, arrays, meta, ragged=ragged)
-
-    def to_tensordict(self) -> TensorDict:
-        """Return the TensorDict again; the TensorDict of a chunk has its `shard`."""
-        columns = self.columns
-        if not self._has_rows():
-            return TensorDict(
-                {key: NonTensorData(value) for key, value in self.meta_info.items()}, batch_size=[]
-            )
-        dense = {n: c for n, c in columns.items() if not isinstance(c, RaggedTensor)}
-        merged = tensordicts.merge_parts(len(self), dense, self.non_tensor_batch, self.meta_info)
-        for name, column in columns.items():
-            if isinstance(column, RaggedTensor):
-                merged.set(name, tensordicts.nested_of_ragged(column))
-        if self.shard is not None:
-            merged.shard = self.shard
-        return merged
-
-
-def joinable(chunks: Sequence[DataProto]) -> list[DataProto]:
-    """Prepare the chunks of one TensorDict for concatenation.
-
-    Nested columns get one width, the longest row's. The first chunk's `NonTensorData` are used, as
-    in `torch.cat`.
-    """
-    widths: dict[str, int] = {}
-    for chunk in chunks:
-        for name, column in chunk.columns.items():
-            if isinstance(column, RaggedTensor):
-                widths[name] = max(widths.get(name, 0), column.width)
-
-    parts = []
-    for chunk in chunks:
-        selected = chunk.select(meta_info_keys=None if chunk is chunks[0] else ())
-        wide = {}
-        for name, column in selected.columns.items():
-            if isinstance(column, RaggedTensor):
-                wide[name] = RaggedTensor(
-                    column.values, column.lengths, widths[name], column.starts
-                )
-        parts.append(selected.set_columns(wide))
-    return parts
-
-
-def rows_of(value: Any) -> Any:
-    """Return a TensorDict as rows, and any other value unchanged."""
-    return TensorDictRows.of(value) if isinstance(value, TensorDict) else value
-
-
-def value_of(value: Any) -> Any:
-    """Convert `TensorDictRows` back to a TensorDict; return any other value unchanged."""
-    return value.to_tensordict() if isinstance(value, TensorDictRows) else value
-
-
-def _entries(tensordict: TensorDict) -> dict[str, Any]:
-    """Return the entries of a TensorDict that has no rows."""
-    entries = {}
-    for name in map(str, tensordict.keys()):
-        column = tensordict.get(name)
-        if not isinstance(column, NonTensorData):
-            raise BatchError(
-                f"a TensorDict without a batch dim holds only NonTensorData, but {name!r} is a "
-                f"{type(column).__name__}. Create the TensorDict with batch_size=[rows]."
-            )
-        entries[name] = column.data
-    return entries
+    return DataProto.concat(with_rows or list(chunks))

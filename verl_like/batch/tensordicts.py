@@ -1,7 +1,7 @@
 """Convert batches to TensorDicts and back, for code that uses tensordict.
 
 Tensors stay columns, rows of numpy columns become a `NonTensorStack`, and an entry of `meta_info`
-becomes `NonTensorData`. `ragged_of_nested` converts jagged nested tensors.
+becomes `NonTensorData`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from verl_like.batch.columns import Array, object_rows
-from verl_like.batch.ragged import RaggedTensor
 from verl_like.batch.tensordict_import import NonTensorData, NonTensorStack, TensorDict
 from verl_like.errors import BatchError
 
@@ -70,37 +69,3 @@ def split_parts(tensordict: TensorDict) -> Parts:
         arrays,
         meta,
     )
-
-
-def is_nested(column: Any) -> bool:
-    """Return whether the column is a nested tensor."""
-    return bool(getattr(column, "is_nested", False))
-
-
-def ragged_of_nested(name: str, column: Any) -> RaggedTensor:
-    """Return a nested tensor as a ragged column, as wide as its longest row."""
-    if column.layout != torch.jagged:
-        raise BatchError(
-            f"column {name!r} is a nested tensor of the strided layout, which is not supported "
-            "(torch recommends jagged). Create it with torch.nested.as_nested_tensor(rows, "
-            "layout=torch.jagged)."
-        )
-    rows = column.unbind()
-    dim = column._ragged_idx - 1
-    between = rows[0].shape[:dim]  # dims between the rows and the ragged dim
-    lengths = torch.tensor([row.shape[dim] for row in rows])
-    lengths = lengths.view(-1, *[1] * dim).expand(-1, *between).contiguous()
-    values = torch.cat([row.flatten(0, dim) for row in rows])
-    return RaggedTensor(values, lengths, int(lengths.max()))
-
-
-def nested_of_ragged(column: RaggedTensor) -> torch.Tensor:
-    """Return a ragged column as a nested tensor; the inverse of `ragged_of_nested`."""
-    between = column.lengths.shape[1:]
-    spans = column.flatten().rows()
-    num_cells = between.numel()
-    rows = [
-        torch.stack(spans[first : first + num_cells]) for first in range(0, len(spans), num_cells)
-    ]
-    jagged = [row.view(*between, -1, *column.values.shape[1:]) for row in rows]
-    return torch.nested.as_nested_tensor(jagged, layout=torch.jagged)

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import join_chunks, rows_of, split_rows
+from verl_like.batch.split import join_chunks, split_rows
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.result import declared_form
 from verl_like.calls.transport import Transport
@@ -224,12 +224,12 @@ def split_over(target: CallTarget, value: Any, key: int | str, num_chunks: int) 
             headers = value.headers_of_chunks
             return [FutureChunk(c.payload, headers, n) for n, c in enumerate(value.chunks)]
         value = value.batch()
-    value = rows_of(value)
     if not isinstance(value, DataProto):
         raise DispatchError(
-            f"{target.call_site}: {target.argument(key)} must be a DataProto or TensorDict (or the "
-            f"future of one) to be split over {num_chunks} worker(s), got {type(value).__name__}. "
-            "Put other values into meta_info, or register the method with Dispatch.ONE_TO_ALL."
+            f"{target.call_site}: {target.argument(key)} must be a DataProto (or the future of "
+            f"one) to be split over {num_chunks} worker(s), got {type(value).__name__}. Convert a "
+            "TensorDict with DataProto.from_tensordict(), put other values into meta_info, or "
+            "register the method with Dispatch.ONE_TO_ALL."
         )
     if len(value) == 0:
         raise BatchError(
@@ -314,11 +314,6 @@ def collect_first(target: CallTarget, outputs: list[Any]) -> Any:
 
 def collect_dataproto(target: CallTarget, outputs: list[Any]) -> DataProto:
     """Concatenate the workers' batches in rank order, without chunks that hold only padding."""
-    if any(type(output) is not type(outputs[0]) for output in outputs):
-        raise DispatchError(
-            f"{target.call_site} returned a TensorDict on some ranks and a DataProto on others. "
-            "Return the same type on all ranks."
-        )
     return join_chunks(outputs)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import value_of, view_rows
+from verl_like.batch.split import view_rows
 from verl_like.calls.dispatch import (
     CallTarget,
     Execute,
@@ -224,7 +224,7 @@ class BoundMethod:
             outputs.append(payload)
         if not self.call.returns_batch:  # each output in separate memory
             values = [
-                value_of(output.slice(0, len(output)) if isinstance(output, DataProto) else output)
+                output.slice(0, len(output)) if isinstance(output, DataProto) else output
                 for output in outputs
             ]
             return self.collect_fn(target, values)
@@ -233,7 +233,7 @@ class BoundMethod:
         form = form_of(reporting, self.name)
         if form == METRICS:
             return collect_metrics(reporting)
-        batch = value_of(self.collect_fn(target, outputs))
+        batch = self.collect_fn(target, outputs)
         return CallResult(batch, collect_metrics(reporting)) if form == BOTH else batch
 
 

@@ -25,8 +25,6 @@ import numpy as np
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import rows_of
-from verl_like.batch.tensordict_import import TensorDict
 from verl_like.calls.wire import BATCH, BOTH, METRICS, Header
 from verl_like.errors import DispatchError
 
@@ -45,7 +43,7 @@ class CallResult(NamedTuple):
         metrics["entropy"]                                      # is [1.2, 1.3] from two ranks
 
     Attributes:
-        batch: a `DataProto` or TensorDict; None if there are only metrics.
+        batch: a `DataProto`; None if there are only metrics.
         metrics: see `CallMetrics`; on the driver, name -> list over the ranks.
     """
 
@@ -66,7 +64,7 @@ class CallResult(NamedTuple):
         return cls(batch, metrics)
 
 
-_FORM_OF = {DataProto: BATCH, TensorDict: BATCH, dict: METRICS, CallResult: BOTH, tuple: BOTH}
+_FORM_OF = {DataProto: BATCH, dict: METRICS, CallResult: BOTH, tuple: BOTH}
 _NO_RESULT = (int, float, str, bool, list, torch.Tensor, np.ndarray)
 
 
@@ -83,20 +81,19 @@ def declared_form(method: Callable[..., Any]) -> str:
         name = getattr(method, "__qualname__", method)
         raise DispatchError(
             f"{name} is declared to return {kind.__name__}; a data-parallel method must return a "
-            "DataProto (or a TensorDict), metrics (a dict), or both "
-            "(verl_like.extend.CallResult). To collect one value per rank, "
-            "register it with Dispatch.DP_COMPUTE_METRIC."
+            "DataProto, metrics (a dict), or both (verl_like.extend.CallResult). To collect one "
+            "value per rank, register it with Dispatch.DP_COMPUTE_METRIC."
         )
     return _FORM_OF.get(kind, METRICS if kind is Mapping else "")
 
 
 def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetrics | None, str]:
     """Return payload, metrics and form of a result; `where` names the method and rank."""
-    payload, metrics, form = rows_of(value), None, type(value).__name__
+    payload, metrics, form = value, None, type(value).__name__
     if isinstance(value, dict):
         payload, metrics, form = None, value, METRICS
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
-        payload, metrics, form = rows_of(value[0]), value[1], BOTH
+        payload, metrics, form = value[0], value[1], BOTH
     elif isinstance(payload, DataProto):
         form = BATCH
     if declared and form != declared and value is not None:
@@ -134,8 +131,8 @@ def form_of(headers: Sequence[Header], where: str) -> str:
         if form not in (BATCH, METRICS, BOTH):
             raise DispatchError(
                 f"{where} returned {form} on rank {rank}; a data-parallel method must return a "
-                "DataProto, (DataProto, metrics) or a dict of metrics (or a TensorDict for the "
-                "DataProto). To collect one value per rank, register it with "
+                "DataProto, (DataProto, metrics) or a dict of metrics. Convert a TensorDict with "
+                "DataProto.from_tensordict(). To collect one value per rank, register it with "
                 "Dispatch.DP_COMPUTE_METRIC."
             )
     return BOTH if BOTH in forms.values() else METRICS if alone else BATCH

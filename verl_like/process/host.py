@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from verl_like.batch.protocol import DataProto, Shard
-from verl_like.batch.split import count_real_rows, rows_of, value_of
+from verl_like.batch.split import count_real_rows
 from verl_like.calls.diagnose import SIGNAL, stacks_of_calls
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
 from verl_like.calls.result import split_result
@@ -221,8 +221,6 @@ class WorkerHost:
             for value in (*args, *kwargs.values()):
                 if shard is None and isinstance(value, DataProto) and value.shard is not None:
                     shard, num_rows = value.shard, len(value)
-            args = [value_of(value) for value in args]
-            kwargs = {name: value_of(value) for name, value in kwargs.items()}
         with self._turns.take(state):
             result = self._coroutines.finish(method(*args, **kwargs))
 
@@ -232,8 +230,6 @@ class WorkerHost:
             declared = "" if mark is None else mark.returns
             result, metrics, form = split_result(result, declared, where)
             fields = {"metrics": metrics, "returned": form}
-        elif shard is not None:
-            result = rows_of(result)
         if fields.get("metrics") is None and not isinstance(result, DataProto):
             return result, fields
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,14 +14,11 @@ from tests.verl_like.groups import start
 from tests.verl_like.hybrid_workers import Hybrid
 from verl_like import (
     DataProto,
-    DataProtoFuture,
     Dispatch,
     PerRank,
     Worker,
     create_colocated_worker_raw_cls,
 )
-from verl_like.batch.split import TensorDictRows
-from verl_like.calls.dispatch import collect_dataproto
 from verl_like.calls.group import ClassWithInitArgs
 from verl_like.calls.verl_surface import scatter_lists
 from verl_like.errors import DispatchError, PlacementError
@@ -117,51 +113,18 @@ def test_a_worker_can_adopt_the_mesh_of_an_inner_worker(group) -> None:
     assert group._query_collect_info("all") == [True for _ in ranks]
 
 
-def check_doubled(result: TensorDict) -> None:
-    rows = range(5)
-    assert isinstance(result, TensorDict)
-    assert result["x"].tolist() == [2 * row for row in rows]
-    assert result["length"].tolist() == [row + 1 for row in rows]
-    assert [row.tolist() for row in result["ids"].unbind()] == [[n] * (n + 1) for n in rows]
-    assert result["uid"] == [f"u{row}" for row in rows]
-    assert result["top_p"] == 0.5, "as torch.cat: the first rank's"
-
-
-def test_tensordicts_are_split_padded_and_collected(group) -> None:
-    data = sample()
-    check_doubled(group.double(data))
-    assert data["x"].tolist() == [0, 1, 2, 3, 4]
-    assert "length" not in data.keys()
-
-
-def test_a_tensordict_can_return_with_metrics(group) -> None:
-    future = group.double_later(sample())
-    assert isinstance(future, DataProtoFuture)
-    result, metrics = future.get()
-    check_doubled(result)
-    assert metrics == {"rows": [5] if group.world_size == 1 else [3, 2]}
-
-
-def test_the_future_of_a_tensordict_can_be_passed_on(group) -> None:
-    future = group.double_later(sample())
-    assert group.double(future)["x"].tolist() == [0, 4, 8, 12, 16]
-    assert group.total(future) == [20] * group.world_size
-
-
-def test_a_list_mode_returns_tensordicts_without_pad_rows(group) -> None:
-    chunks = group.chunks(sample())
-    assert all(isinstance(chunk, TensorDict) for chunk in chunks)
-    assert [row for chunk in chunks for row in chunk["x"].tolist()] == [0, 1, 2, 3, 4]
+def test_a_tensordict_is_rejected_with_its_conversion(group) -> None:
+    data = sample().exclude("ids")
+    with pytest.raises(DispatchError, match=r"got TensorDict. Convert.*DataProto.from_tensordict"):
+        group.unchanged(data)
+    batch = DataProto.from_tensordict(data)
+    assert group.unchanged(batch).to_tensordict()["x"].tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(DispatchError, match=r"TensorDict on rank.*DataProto.from_tensordict"):
+        group.tensordict(batch)
 
 
 def test_one_to_all_sends_the_whole_tensordict_to_every_worker(group) -> None:
     assert group.total(sample()) == [10] * group.world_size
-
-
-def test_values_without_rows_come_from_the_first_rank(group) -> None:
-    result = group.report(sample())
-    assert result.batch_size == ()
-    assert result["sum"] == (10 if group.world_size == 1 else 0 + 1 + 2)
 
 
 def test_lists_are_scattered_after_scatter_lists(group, monkeypatch) -> None:
@@ -188,13 +151,6 @@ def test_meshes_that_cannot_be_adopted_are_rejected() -> None:
         worker.set_dispatch_collect("both", **other.get_dispatch_collect())
     with pytest.raises(DispatchError, match=r"has not registered mesh 'mein'. Did you mean 'mine'"):
         worker._query_dispatch_info("mein")
-
-
-def test_ranks_that_return_different_kinds_are_rejected() -> None:
-    outputs = [DataProto.from_dict({"x": torch.ones(1)}), TensorDictRows.of(sample(1))]
-    target = SimpleNamespace(call_site="critic.update")
-    with pytest.raises(DispatchError, match=r"critic.update returned a TensorDict on some ranks"):
-        collect_dataproto(target, outputs)
 
 
 def test_role_names_that_shadow_attributes_are_rejected() -> None:
