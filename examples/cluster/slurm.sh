@@ -9,6 +9,8 @@
 #SBATCH --signal=B:TERM@300
 # Run on the nodes of a Slurm job, with Ray on each node and the driver on the first. From the repository's root:
 #   sbatch [--nodes=4 --gpus-per-node=4 ...] examples/cluster/slurm.sh key=value ...
+# To look at the run: srun --jobid=JOB --overlap --pty bash
+# Never run on a cluster of Slurm: CI runs it with stand-ins for srun and scontrol.
 # PYTHON is an interpreter with this project. All nodes must see it, as well as the model, the data and the run folder.
 # Five minutes before the time limit, the run writes a checkpoint and stops; the same command resumes from there.
 set -euo pipefail
