@@ -1,4 +1,5 @@
 """usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
+           [--with KEY=VALUE]
            [--from-start] [--backend local|run]
        verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
@@ -15,6 +16,8 @@ that differ in any bit, at most 20; the exit code is then 1. Runs of
   --stage update     only that stage, with its input that
                      trainer.batch_steps_to_keep saved in RUN; otherwise the
                      earlier stages recompute it
+  --with KEY=VALUE   change a setting, and print which numbers it changes, as in
+                     --with actor_rollout_ref.actor.optim.lr=3e-6; repeatable
   --break            open the debugger right before; roles of one process run
                      in this process, so breakpoint() also works in their code
   --from-start       if no earlier checkpoint exists: repeat all K steps from
@@ -36,10 +39,14 @@ import sys
 from bdb import BdbQuit
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from trainer.observers.saved_batches import STAGES
 from trainer.tools.replay.replay import Replayed, replay
 from trainer.tools.replay.trajectory import ReplayedTrajectory, replay_trajectory
+from verl_like.errors import ConfigError
 from verl_like.terminal import usage_of
 
 MOST_LINES = 20
@@ -55,6 +62,7 @@ def main(arguments: Sequence[str]) -> None:
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int)
     which.add_argument("--trajectory")
+    add("--with", dest="changes", action="append", default=[])
     add("--live", action="store_true")
     add("--stage", choices=STAGES, default="")
     add("--break", dest="breaks", action="store_true")
@@ -81,12 +89,21 @@ def main(arguments: Sequence[str]) -> None:
             breaks=options.breaks,
             from_start=options.from_start,
             backend=options.backend,
+            changes=settings_of(options.changes),
         )
     except BdbQuit:
         sys.exit("left from the debugger: nothing was compared")
     print(verdict(result, options.step, options.stage), flush=True)
     if result.differences:
         sys.exit(1)
+
+
+def settings_of(texts: Sequence[str]) -> dict[str, Any]:
+    """Return settings that were written as KEY=VALUE."""
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [key for key, equals, _ in pairs if not equals]:
+        raise ConfigError(f"--with {wrong[0]}: write KEY=VALUE, as in --with trainer.seed=2.")
+    return {key: OmegaConf.create(f"value: {value}").value for key, _, value in pairs}
 
 
 def verdict_of(trajectory: ReplayedTrajectory) -> str:

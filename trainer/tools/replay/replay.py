@@ -119,8 +119,9 @@ def replay(
     breaks: bool = False,
     from_start: bool = False,
     backend: str = "local",
+    changes: Mapping[str, Any] | None = None,
 ) -> Replayed:
-    """Repeat the step, and compare it with the run's files."""
+    """Repeat the step, with changed settings if given, and compare it with the run's files."""
     reject_nested_run()
     saved = SavedRun.read(run_folder.resolve())
     request = ReplayRequest(saved.folder, step, stage, breaks)
@@ -131,6 +132,7 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="verl-like-replay-") as scratch:
         folder = Path(scratch) / "run"
         config = settings_of_replay(saved.config, start, folder, backend)
+        config = changed(config, dict(changes or {}))
         print(announcement(saved, start, step, config), flush=True)
         make(config, trainer_cls)
         now = {"step": step, **request.metrics}

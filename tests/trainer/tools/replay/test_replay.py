@@ -19,6 +19,7 @@ import torch
 from tests.integration.runs import lines, overrides
 from trainer import load_config, run
 from trainer.cli import main
+from trainer.cli.replay import settings_of
 from trainer.observers.saved_batches import STAGES, batch_file
 from trainer.ppo.stages import PPOTrainer
 from trainer.preference.recipe import DPO
@@ -299,3 +300,11 @@ def test_metrics_of_the_clock_are_not_compared() -> None:
         "gone was 0.5, is absent",
         "new was absent, is 1.0",
     ]
+
+
+def test_a_changed_setting_changes_only_the_numbers_that_it_acts_on(whole: Path) -> None:
+    changes = settings_of(["actor_rollout_ref.actor.grad_clip=1e-3"])
+    assert changes == {"actor_rollout_ref.actor.grad_clip": 1e-3}
+    assert not replay(whole, 3, "estimate", changes=changes).differences
+    changes = settings_of(["algorithm.lam=0.5"])
+    assert "batch of update: advantages" in str(replay(whole, 3, changes=changes).differences)
