@@ -18,7 +18,7 @@ from verl_like.errors import ConfigError, VerlLikeError, nearest
 from verl_like.files import cache_folder, draft_beside
 
 SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-ON_HUB = "hf"
+ON_HUB = "hub"
 """The scheme of data sets on the Hugging Face hub, which `datasets` loads."""
 NOT_LISTED = ("http", "https", "ftp")
 """Schemes whose servers have no folders, or no writing, that can be relied upon."""

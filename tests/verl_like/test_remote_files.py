@@ -133,7 +133,7 @@ def test_names_outside_of_the_folder_are_rejected(monkeypatch: pytest.MonkeyPatc
 
 def test_only_schemes_are_remote_and_only_they_import_fsspec() -> None:
     assert all(map(is_remote, ("s3://b/x", "file:///x", "S4://x")))
-    others = ("runs/a", "org/model", "a:b", "hf://org/data", "C:/x", "", None, 3)
+    others = ("runs/a", "org/model", "a:b", "hub://org/data", "C:/x", "", None, 3)
     assert not any(map(is_remote, others))
     code = "import sys, verl_like.remote_files; sys.exit('fsspec' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
