@@ -163,7 +163,8 @@ def as_keys(chosen: dict[str, Any]) -> str:
     keys = []
     for name, value in chosen.items():
         if name == "epsilon":
-            keys.append(f"{ALGORITHM}.args={{epsilon: {value}}}")
+            if value != EPSILONS[0]:
+                keys.append(f"(an estimator of your own with epsilon={value})")
         elif name == "whiten":
             keys.append(f"{ALGORITHM}.running_norm=[advantages] (no whitening)")
         else:
