@@ -25,17 +25,18 @@ IMAGES = {
 VLLM = dict.fromkeys(("gemma4", "llama4"), "yes")
 """Other models that vLLM's tests run, in `tests/workers/rollout/vllm/test_images.py`."""
 NOT_IN_VLLM = {
-    "has no such class": "codegen diffllama gpt_neo",
+    "has no such class": "codegen diffllama gpt_neo gpt_neox_japanese mpt openai-gpt rwkv xglm",
     "has no such attention on CPUs": "axk2 deepseek_v32 glm_moe_dsa mistral4",
     "reads fields that transformers' configuration lacks": (
-        "afmoe glm4v_moe hy_v3 longcat_flash minimax_m2 minimax_m3_vl"
+        "afmoe glm4v_moe hy_v3 longcat_flash mimo_v2_flash minimax_m2 minimax_m3_vl"
     ),
     "ends with an error": (
-        "aria_text ctrl dbrx deepseek_v4 gemma4_unified glm4v gpt_oss muse_glimmer phimoe "
-        "qianfan_ocr qwen3_vl_moe"
+        "aria_text ctrl dbrx deepseek_v4 gemma4_unified glm4v gpt_oss inkling_text laguna "
+        "minimax_m3_vl_text modernbert-decoder muse_glimmer phimoe qianfan_ocr qwen3_vl_moe "
+        "recurrent_gemma xlstm"
     ),
-    "needs a processor, tokenizer or package that is missing here": (
-        "cosmos3_omni fuyu glm_ocr glmga inkling_mm_model pp_chart2table"
+    "needs a processor, tokenizer, package or release of transformers that is missing here": (
+        "cosmos3_omni fuyu glm_ocr glmga inkling_mm_model pp_chart2table qwen4_exp_text"
     ),
 }
 """Reason for which vLLM 0.32 does not run a small model -> model types that start here."""

@@ -179,10 +179,13 @@ class CheckpointFormat:
 def checkpoint_format(model_path: str) -> CheckpointFormat:
     """Return the format of the causal LM in this folder, without reading its weights."""
 
-    def has_level() -> bool:
-        return any(f".{TOWER}." in name for name in _names_in(Path(model_path)))
+    model = meta_class(read_hf_config(model_path))
 
-    return CheckpointFormat(meta_class(read_hf_config(model_path)), has_level)
+    def has_level() -> bool:
+        own = {name for name, _ in named_state(model)}  # a tower itself may have that name
+        return any(f".{TOWER}." in name and name not in own for name in _names_in(Path(model_path)))
+
+    return CheckpointFormat(model, has_level)
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -113,6 +113,10 @@ def connect(
         atexit.register(_leave_at_exit, os.getpid())
 
 
+def _is_other(notice: str, record: logging.LogRecord) -> bool:
+    return notice not in str(record.msg)
+
+
 def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     """Call `ray.init` with a deadline.
 
@@ -136,9 +140,7 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
     for module, notice in NOTICES.items():
-        logging.getLogger(f"ray._private.{module}").addFilter(
-            lambda record, notice=notice: notice not in str(record.msg)
-        )
+        logging.getLogger(f"ray._private.{module}").addFilter(partial(_is_other, notice))
     threading.Thread(target=init, name="ray.init", daemon=True).start()
     try:
         if not wait_futures([done], limit_s).done:

@@ -5,6 +5,7 @@ This module does not import vLLM.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from workers.config import ModelConfig
     from workers.images import ImageRef
 
+logger = logging.getLogger(__name__)
 TESTED = ("0.32", "0.33")
 """Supported vLLM versions: from the first (included) to the second (excluded)."""
 
@@ -227,6 +229,7 @@ class Difference:
 
 
 UNSCALED_LOGITS = Difference("vLLM multiplies its logits by logit_scale, but transformers does not")
+UNKNOWN = Difference("their cause is not known")
 LFM2 = Difference("on CPUs, vLLM computes its layers in another way", only_on_cpus=True)
 DIFFERENCES = {
     "apertus": Difference(
@@ -240,20 +243,45 @@ DIFFERENCES = {
         "on CPUs, vLLM chooses experts without the correction bias", "=native", only_on_cpus=True
     ),
     "gemma3n_text": Difference("vLLM leaves out the embeddings that each layer reads"),
+    "hrm_text": UNKNOWN,
+    "jetmoe": UNKNOWN,
     "latent_attention": Difference(
         "on CPUs, vLLM's latent attention is right only with a scaled rope",
         "=native",
         only_on_cpus=True,
     ),
     "lfm2": LFM2,
+    "lfm2_moe": LFM2,
     "lfm2_vl": LFM2,
     "linear_attention": Difference(
         "on CPUs, vLLM computes linear attention only in bfloat16",
         only_on_cpus=True,
         right_in="bfloat16",
     ),
+    "zaya": UNKNOWN,
 }
 """Model type, or type of layers -> how vLLM computes it in another way."""
+
+COMPARED = frozenset(
+    (
+        "arcee aria axk1 biogpt bitnet bloom cohere cohere2 cohere2_moe cosmos3_edge cwm "
+        "deepseek_v3 deepseek_vl deepseek_vl_hybrid dots1 ernie4_5 exaone4 exaone4_5 exaone_moe "
+        "falcon falcon_h1 flex_olmo gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text "
+        "gemma4_unified_text glm glm4 glm46v glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox "
+        "gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium "
+        "hunyuan_v1_dense hunyuan_v1_moe hyperclovax hyperclovax_vision_v2 idefics2 idefics3 "
+        "internvl jais2 janus kimi_k25 lighton_ocr llama llama4 llama4_text llava llava_next "
+        "llava_next_video llava_onevision mellum ministral ministral3 mistral mistral3 mixtral "
+        "mllama nanochat nemotron olmo olmo2 olmo3 olmoe opt ovis2 paddleocr_vl persimmon phi phi3 "
+        "phi4_multimodal qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl seed_oss "
+        "smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma video_llama_3 video_llava "
+        "vipllava"
+    ).split()
+)
+"""Model types whose tokens and log-probs in vLLM were compared with those of transformers.
+
+`docs/make_models.py --vllm` compares them on small models.
+"""
 
 
 def no_choices_of(model_path: str) -> Tensor:
@@ -277,6 +305,13 @@ def check_model(model_path: str, reads_images: bool, device_type: str, dtype: st
             f"{NAME}=vllm, {OURS['dtype']}={dtype}: the log-probs of model type "
             f"{config.model_type!r} would differ from the trainer's, because {difference.reason}. "
             f"Set{better} {NAME}{difference.way_out}."
+        )
+    if config.model_type not in COMPARED:
+        logger.warning(
+            "%s=vllm: model type %r was never compared with transformers in vLLM, which may not "
+            "start, or compute other log-probs: watch training/rollout_probs_diff_mean. %s=native "
+            "or hf needs no comparison.",
+            *(NAME, config.model_type, NAME),
         )
     if not reads_images:
         return

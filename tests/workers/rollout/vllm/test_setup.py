@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import load
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from verl_like.errors import ConfigError
-from workers.rollout.vllm.setup import VllmSettings, check_model, class_options
+from workers.rollout.vllm.setup import COMPARED, VllmSettings, check_model, class_options
 
 
 @pytest.mark.parametrize(
@@ -32,6 +33,24 @@ def test_a_model_that_vllm_computes_in_another_way_is_rejected(
     is_right_in_bfloat16 = "dtype=bfloat16" in words
     if is_right_in_bfloat16:
         check_model(str(tmp_path), False, "cpu", "bfloat16")
+
+
+def test_a_model_that_was_never_compared_gets_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for model_type, words in (("llama", 0), ("codegen", 1)):
+        caplog.clear()
+        build_tiny(tiny_model_config(model_type)).save_pretrained(tmp_path / model_type)
+        check_model(str(tmp_path / model_type), False, "cpu", "float32")
+        assert caplog.text.count(f"'{model_type}' was never compared") == words
+
+
+def test_the_models_that_were_compared_are_those_of_the_page() -> None:
+    table = load("docs/model_table.py")
+    of_page = {
+        case for case, row in table.read_results().items() if row and row[5:] == ["yes"]
+    } | table.VLLM.keys()
+    assert {case for case in of_page if "+" not in case} == COMPARED
 
 
 def test_a_difference_on_cpus_is_not_rejected_on_gpus(tmp_path: Path) -> None:
