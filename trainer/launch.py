@@ -33,13 +33,12 @@ from trainer.record import Run
 from trainer.restarts import LOSSES, Restarts, restart_groups
 from trainer.run_folder.folder import MODEL, note_start, open_run_folder
 from trainer.run_folder.lock import FolderLock
-from trainer.run_folder.remote import local_run_folder, without_remote_folders
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.tracking import BUILT_IN
 from verl_like.errors import ConfigError, VerlLikeError
-from verl_like.files import why_not_writable
+from verl_like.files import is_remote, why_not_writable
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import NodeSpec
 from verl_like.process.sandbox import reject_nested_run
@@ -89,7 +88,12 @@ def run_steps(
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         stop = at_end.enter_context(StopSignals())
-        config = at_end.enter_context(local_run_folder(config))
+        if is_remote(config.trainer.default_local_dir) or is_remote(
+            config.trainer.resume_from_path
+        ):
+            from trainer.run_folder.remote import local_run_folder
+
+            config = at_end.enter_context(local_run_folder(config))
         # a folder that this run cannot resume is rejected before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         nothing_left = ResumePoint(config).finished_message
@@ -133,7 +137,10 @@ def check(
     printed, which needs no data.
     """
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
-    config = without_remote_folders(config)
+    if is_remote(config.trainer.default_local_dir):
+        from trainer.run_folder.remote import without_remote_folders
+
+        config = without_remote_folders(config)
     with reproducible_arithmetic():
         try:
             lines = preflight_lines(config, trainer_cls)

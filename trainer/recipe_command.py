@@ -34,10 +34,10 @@ from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, keys_of
 from trainer.config.unused_keys import annotated_yaml
 from trainer.config.yaml_files import register
-from trainer.run_folder.remote import local_copy_of
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import changed
 from verl_like.errors import CallbackError, ConfigError, VerlLikeError
+from verl_like.files import is_remote
 from verl_like.masking import mask_text
 from verl_like.process.info import OWN_PROCESS
 from verl_like.terminal import (
@@ -226,7 +226,11 @@ def run_jobs(
         try:
             config = load_or_exit(recipe, job, defaults)
             url = f"{config.trainer.default_local_dir.rstrip('/')}/{number}"
-            folders.append(local_copy_of(url))
+            folders.append(Path(url))
+            if is_remote(url):
+                from trainer.run_folder.remote import local_copy_of
+
+                folders[-1] = local_copy_of(url)
             config = changed(config, {"trainer.default_local_dir": url})
             run_or_exit(config, recipe, job, start)
         except SystemExit as ended:

@@ -21,8 +21,17 @@ ESCAPED = re.compile("[\x85\u2028\u2029\ud800-\udfff]")
 """Characters that some readers take for a line's end, and lone surrogates, which UTF-8 cannot
 hold."""
 
+SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+ON_HUB = "hub"
+"""The scheme of data sets on the Hugging Face hub, which `datasets` loads."""
 DRAFT = ".draft-"
 """How the names of unfinished files and folders begin."""
+
+
+def is_remote(name: object) -> bool:
+    """Return whether `name` is a path with a scheme."""
+    match = SCHEME.match(name) if isinstance(name, str) else None
+    return match is not None and match[1] != ON_HUB
 
 
 def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None:

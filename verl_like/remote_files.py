@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,17 +16,8 @@ from typing import Any
 from verl_like.errors import ConfigError, VerlLikeError, nearest
 from verl_like.files import cache_folder, draft_beside
 
-SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-ON_HUB = "hub"
-"""The scheme of data sets on the Hugging Face hub, which `datasets` loads."""
 NOT_LISTED = ("http", "https", "ftp")
 """Schemes whose servers have no folders, or no writing, that can be relied upon."""
-
-
-def is_remote(name: object) -> bool:
-    """Return whether `name` is a path with a scheme."""
-    match = SCHEME.match(name) if isinstance(name, str) else None
-    return match is not None and match[1] != ON_HUB
 
 
 class RemoteFolder:

@@ -13,8 +13,8 @@ import pytest
 
 from tests.object_store import BUCKET, Proxy, s3_through_proxy
 from verl_like.errors import ConfigError
-from verl_like.files import cache_folder
-from verl_like.remote_files import fetched, is_remote, remote_version
+from verl_like.files import cache_folder, is_remote
+from verl_like.remote_files import fetched, remote_version
 
 
 @pytest.fixture(autouse=True)

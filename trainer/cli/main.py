@@ -133,7 +133,7 @@ def run_with_local_paths(
     command: str, target: Callable[[list[str]], None], arguments: list[str]
 ) -> None:
     """Run a command with local copies of remote folders; upload what it writes into them."""
-    from verl_like.remote_files import is_remote
+    from verl_like.files import is_remote
 
     if command not in (*NEEDS, "eval", "chat", "export") or not any(map(is_remote, arguments)):
         target(arguments)

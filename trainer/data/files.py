@@ -17,8 +17,8 @@ from trainer.data.config import DataConfig
 from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_split, parquet_rows
 from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, few, nearest
+from verl_like.files import is_remote
 from verl_like.registry import load_from
-from verl_like.remote_files import fetched, is_remote
 from verl_like.signatures import CallSignature, check_call
 from workers.chats import IMAGE_TYPES
 from workers.rewards.functions import GIVE_REWARD
@@ -246,6 +246,10 @@ def names_of(
     if isinstance(files, int):
         return [str(files)]
     names = [files] if isinstance(files, str) else list(files)
+    if not any(map(is_remote, names)):
+        return names
+    from verl_like.remote_files import fetched
+
     return [str(fetched(name, key)) if is_remote(name) else name for name in names]
 
 

@@ -32,8 +32,15 @@ from trainer.run_folder.folder import MODEL, STEP_FOLDER
 from trainer.run_folder.resume import LATEST
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
-from verl_like.files import DRAFT, cache_folder, make_private, read_json_object, write_whole
-from verl_like.remote_files import RemoteFolder, describe, fetched, is_remote, version_of
+from verl_like.files import (
+    DRAFT,
+    cache_folder,
+    is_remote,
+    make_private,
+    read_json_object,
+    write_whole,
+)
+from verl_like.remote_files import RemoteFolder, describe, fetched, version_of
 from workers.training.manifest import MARKER
 
 KEY = "trainer.default_local_dir"

@@ -37,9 +37,15 @@ from trainer.run_folder.folder import (
 )
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError
-from verl_like.files import DRAFT, json_lines, json_objects, read_json_object, write_whole
+from verl_like.files import (
+    DRAFT,
+    is_remote,
+    json_lines,
+    json_objects,
+    read_json_object,
+    write_whole,
+)
 from verl_like.process.random_state import load_random_state
-from verl_like.remote_files import is_remote, remote_version
 from workers.config.conditions import may_read_images
 from workers.config.model import IMAGE_BACKEND
 
@@ -85,6 +91,8 @@ class ResumePoint:
                 continue
             for where, name in _file_names(key, value):
                 if is_remote(name):
+                    from verl_like.remote_files import remote_version
+
                     digests[f"{where}: {name}"] = remote_version(name, where)
                     continue
                 path = _path_of(name)

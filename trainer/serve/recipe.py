@@ -16,8 +16,8 @@ from trainer.ppo.config import AlgorithmConfig
 from trainer.ppo.verl import translate
 from verl_like.config_key import Section, config_field
 from verl_like.errors import ConfigError
+from verl_like.files import is_remote
 from verl_like.placement.roles import expand_roles
-from verl_like.remote_files import is_remote
 from workers.config import WorkersConfig
 
 CLIENTS_SAY = "each request sets it"

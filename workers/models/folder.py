@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
-from verl_like.files import read_json_object
-from verl_like.remote_files import fetched, is_remote
+from verl_like.files import is_remote, read_json_object
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -44,6 +43,7 @@ def model_folder(path: str, weights: bool = True) -> Path:
     Without `weights` only the small files are guaranteed to be there.
     """
     if is_remote(path):
+        from verl_like.remote_files import fetched
 
         def is_small(name: str) -> bool:
             return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
