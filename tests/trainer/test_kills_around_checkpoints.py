@@ -138,8 +138,8 @@ class Killer:
     def _pids(self, role: str) -> list[int]:
         if role == REWARDS:
             scorers = [part.manager._scorer for part in self._trainer.rollouts.rewards.parts]
-            processes = [process for scorer in scorers for process in scorer._processes]
-            supervised = [process._supervised for process in processes]
+            processes = [process for scorer in scorers for process in scorer._pool.processes]
+            supervised = [process.supervised for process in processes]
             pids = [each._process.pid for each in supervised if each is not None]
             return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
         name, _, rank = role.partition("/")

@@ -17,6 +17,7 @@ from trainer.tools.bisect.sides import OURS
 from trainer.tools.bisect.walk import FIELDS, Finding, Step, on_tokens, pair_of
 
 Cause = dict[str, str]
+UNKNOWN = "something else"
 MOST_UNKNOWN = 2
 """Differing settings that are named although none is known to act in the stage."""
 MODEL, ACTOR, ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("model", "actor", "rollout"))
@@ -110,7 +111,7 @@ def causes_of(finding: Finding, steps: tuple[Step, Step]) -> list[Cause]:
     if finding.stage in ("samples", "log-probs", "loss inputs"):
         causes += model.of_log_probs(steps)
     settings = [*of_settings(finding, steps)]
-    if not causes or len(settings) == 1:
+    if not causes or len(settings) == 1 or any(UNKNOWN in cause["sentence"] for cause in causes):
         causes += settings
     if not causes or finding.stage in ("prompts", "order", "samples", "learning rate"):
         causes += of_relations(finding, steps)
@@ -129,7 +130,7 @@ def of_formulas(finding: Finding, steps: tuple[Step, Step]) -> Iterator[Cause]:
             sentences.append(f"{name} computes {variants[0].words} ({variants[0].setting})")
             settings.append(variants[0].setting)
         else:
-            sentences.append(f"{name} computes something else")
+            sentences.append(f"{name} computes {UNKNOWN}")
     yield {
         "probe": f"formula of {finding.name}",
         "sentence": "; ".join(sentences),
