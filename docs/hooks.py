@@ -72,8 +72,7 @@ def lines_of(items: Any, config: Any) -> Iterator[str]:
             yield from lines_of(item.children, config)
         elif item.is_page:
             text = Path(config.docs_dir, item.file.src_uri).read_text(encoding="utf-8")
-            address = item.canonical_url or item.url or "./"
-            yield f"- [{item.title}]({address}): {first_sentence(text)}"
+            yield f"- [{item.title}]({item.canonical_url or item.url}): {first_sentence(text)}"
 
 
 def first_sentence(page: str) -> str:
