@@ -73,7 +73,7 @@ def connect_strangers(opened: Router, count: int) -> subprocess.Popen[str]:
 def test_idle_connections_of_strangers_do_not_end_the_endpoint(
     opened: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "GRACE_S", 0.05)
+    monkeypatch.setattr(router, "GRACE_S", 0.5)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert answer_of(opened) == REQUEST
     number = len(os.listdir("/proc/self/fd")) + 40
@@ -92,7 +92,7 @@ def test_connections_without_a_key_take_few_threads(
     opened: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(router, "MOST_WAITING", 8)
-    monkeypatch.setattr(router, "GRACE_S", 0.05)
+    monkeypatch.setattr(router, "GRACE_S", 0.5)
     before = threading.active_count()
     with connect_strangers(opened, 60) as strangers:
         try:
