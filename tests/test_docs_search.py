@@ -22,9 +22,9 @@ DOCS = ROOT / "docs"
 def separator() -> str:
     """Return the pattern at which the site's search splits words."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    found = re.search(r"separator: ('.*')", text)
-    assert found
-    return str(yaml.safe_load(found[1]))
+    setting = re.search(r"separator: ('.*')", text)
+    assert setting
+    return str(yaml.safe_load(setting[1]))
 
 
 def entries(page: Path) -> list[dict[str, str]]:

@@ -88,9 +88,7 @@ def run_steps(
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
         stop = at_end.enter_context(StopSignals())
-        if is_remote(config.trainer.default_local_dir) or is_remote(
-            config.trainer.resume_from_path
-        ):
+        if any(map(is_remote, (config.trainer.default_local_dir, config.trainer.resume_from_path))):
             from trainer.run_folder.remote import local_run_folder
 
             config = at_end.enter_context(local_run_folder(config))

@@ -57,7 +57,7 @@ class Trainer(Hooks, ABC):
     """
 
     recipe: ClassVar[RunRecipe] = RunRecipe()
-    """What is prepared and printed around the stages, and what reports show."""
+    """The preparation and texts around the stages, and the figures of reports."""
     has_validation = False
     """True if there is data to validate on."""
     origins: Any = None

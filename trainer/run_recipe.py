@@ -20,7 +20,7 @@ from trainer.observers.alarms import AlarmRule
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """What `trainer.launch` and the reports need besides the stages.
+    """A recipe for `trainer.launch` and the reports, without its stages.
 
     Args:
         role: the role whose model the run trains and exports, if any.

@@ -97,4 +97,4 @@ SAMPLING_RUN = RunRecipe(
     describe_inputs=describe_inputs,
     headline=headline,
 )
-"""What recipes that only sample have in common; a recipe adds its stages."""
+"""The shared part of recipes that only sample; a recipe adds its stages."""

@@ -200,4 +200,4 @@ ROWS_RUN = RunRecipe(
     describe_inputs=describe_inputs,
     headline=headline,
 )
-"""What recipes on rows have in common; a recipe adds its role."""
+"""The shared part of recipes on rows; a recipe adds its role."""

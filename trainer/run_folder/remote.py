@@ -66,8 +66,6 @@ Stamp = list[int]
 
 def local_copy_of(url: str) -> Path:
     """Return the folder of this machine in which a run works whose run folder is remote."""
-    if not is_remote(url):
-        return Path(url)
     return cache_folder("runs").joinpath(*RemoteFolder(url, KEY).parts)
 
 
@@ -110,8 +108,6 @@ OF_MARKER = f"{STEP_FOLDER}/{re.escape(MARKER)}"
 def without_remote_folders(config: C) -> C:
     """Return the configuration with the local folders of a run, for checks that start nothing."""
     url = config.trainer.default_local_dir
-    if not is_remote(url):
-        return config
     remote = RemoteFolder(url, KEY)
     with remote.naming():
         remote.files()

@@ -99,7 +99,7 @@ class Console:
         self._first_step: int | None = None
         self._printed = -math.inf
         self.ends_early = False
-        """Whether the next step is the last one, with which no time is left."""
+        """True if the next step is the last one, so that no time is left."""
         self._waiting: list[str] = []
         """The lines of the last step that are not printed yet."""
 

@@ -13,10 +13,10 @@ import numpy as np
 
 from trainer.tools.bisect import model, relations
 from trainer.tools.bisect.formulas import FORMULAS, Variant
+from trainer.tools.bisect.model import Cause
 from trainer.tools.bisect.sides import OURS
 from trainer.tools.bisect.walk import FIELDS, Finding, Step, on_tokens, pair_of
 
-Cause = dict[str, str]
 UNKNOWN = "something else"
 MOST_UNKNOWN = 2
 """Differing settings that are named although none is known to act in the stage."""
@@ -96,13 +96,13 @@ def fitting(name: str, step: Step) -> list[Variant]:
     if isinstance(recorded, np.ndarray) and name != "rewards":
         recorded = on_tokens(recorded, step, step.arrays["response_mask"].shape[1])
         recorded = recorded * (step.arrays["response_mask"] != 0)
-    found = []
+    equal = []
     for variant in FORMULAS[name](step):
         values = np.asarray(variant.values, dtype=float)
         if values.shape == np.shape(recorded):
             if np.all(np.abs(values - recorded) <= 3e-6 + 2e-5 * np.abs(recorded)):
-                found.append(variant)
-    return found
+                equal.append(variant)
+    return equal
 
 
 def causes_of(finding: Finding, steps: tuple[Step, Step]) -> list[Cause]:
@@ -120,12 +120,12 @@ def causes_of(finding: Finding, steps: tuple[Step, Step]) -> list[Cause]:
 
 def of_formulas(finding: Finding, steps: tuple[Step, Step]) -> Iterator[Cause]:
     """Yield the formulas of both sides, if they differ."""
-    found = [fitting(finding.name, step) for step in steps]
-    names = [{variant.words for variant in variants} for variants in found]
+    variants_of = [fitting(finding.name, step) for step in steps]
+    names = [{variant.words for variant in variants} for variants in variants_of]
     if names[0] & names[1] or not any(names):
         return
     sentences, settings = [], []
-    for name, variants in zip("AB", found, strict=True):
+    for name, variants in zip("AB", variants_of, strict=True):
         if variants:
             sentences.append(f"{name} computes {variants[0].words} ({variants[0].setting})")
             settings.append(variants[0].setting)
@@ -177,16 +177,16 @@ def of_relations(finding: Finding, steps: tuple[Step, Step]) -> Iterator[Cause]:
     """Yield how the numbers of both sides are related."""
     quantity = next(item for item in FIELDS if item.name == finding.name)
     values = pair_of(quantity, *steps)
-    found: list[relations.Relation] = []
+    related: list[relations.Relation] = []
     if finding.name in ("prompts", "responses"):
-        found += relations.of_steps("prompts", *steps)
-        found += relations.of_ids(finding.name, *steps)
+        related += relations.of_steps("prompts", *steps)
+        related += relations.of_ids(finding.name, *steps)
     elif finding.name == "lr":
-        found += relations.of_schedules(*steps)
+        related += relations.of_schedules(*steps)
     elif values is not None and isinstance(values[0], np.ndarray):
         if values[0].shape == values[1].shape:
-            found += relations.of_arrays(*values, *steps)
+            related += relations.of_arrays(*values, *steps)
     elif values is not None:
-        found += relations.of_numbers(*values)
-    for name, sentence in found:
+        related += relations.of_numbers(*values)
+    for name, sentence in related:
         yield {"probe": name, "sentence": sentence, "setting": ""}

@@ -42,6 +42,7 @@ EPSILONS = (1e-6, 1e-4, 1e-8, 1e-5, 1e-3, 0.0)
 DISCOUNTS = (1.0, 0.99, 0.95, 0.9, 0.999, 0.995, 0.98, 0.97, 0.5, 0.0)
 CLIPS = (0.2, 0.1, 0.3, 0.28, 0.25, 0.4, 0.5)
 ALGORITHM = "algorithm"
+OWN_ESTIMATOR = "algorithm.adv_estimator=your.module.function"
 ACTOR = "actor_rollout_ref.actor"
 
 
@@ -57,30 +58,30 @@ def mask_of(step: Step) -> Tensor | None:
 
 def token_rewards(step: Step, mask: Tensor) -> dict[str, Tensor]:
     """Return the token rewards that an estimator may have read, by their words."""
-    found: dict[str, Tensor] = {}
+    distinct: dict[str, Tensor] = {}
     for name, words in (("rewards", ""), ("scores", " of the scores, without the KL")):
         values = tensor(step, name)
         if values is not None:
             values = values if values.ndim == 2 else values[:, None] * is_last_inside(mask)
-            if not any(torch.equal(values, other) for other in found.values()):
-                found[words] = values
-    return found
+            if not any(torch.equal(values, other) for other in distinct.values()):
+                distinct[words] = values
+    return distinct
 
 
 def groupings(step: Step) -> dict[str, np.ndarray]:
     """Return the groups as recorded, and groups of each size of neighbors and of every k-th row."""
-    rows, found = len(step.arrays["response_mask"]), dict[str, np.ndarray]()
+    rows, groups = len(step.arrays["response_mask"]), dict[str, np.ndarray]()
     group = step.arrays.get("group")
     if group is None and (prompts := step.ids("prompts")) is not None:
         numbers: dict[bytes, int] = {}
         group = np.array([numbers.setdefault(bytes(ids), len(numbers)) for ids in prompts])
     if group is not None:
-        found[""] = group
+        groups[""] = group
     for size in range(2, rows + 1):
         if rows % size == 0:
-            found[f", in groups of {size} neighboring rows"] = np.arange(rows) // size
-            found[f", in groups of every {rows // size}th row"] = np.arange(rows) % (rows // size)
-    return found
+            groups[f", in groups of {size} neighboring rows"] = np.arange(rows) // size
+            groups[f", in groups of every {rows // size}th row"] = np.arange(rows) % (rows // size)
+    return groups
 
 
 def advantage_variants(step: Step) -> Iterator[Variant]:
@@ -97,8 +98,8 @@ def advantage_variants(step: Step) -> Iterator[Variant]:
 def estimates(
     step: Step, mask: Tensor, rewards: Tensor, index: np.ndarray, thorough: bool
 ) -> Iterator[tuple[str, str, Tensor]]:
-    given = {"token_level_rewards": rewards, "response_mask": mask.float(), "index": index}
-    given["values"] = tensor(step, "values")
+    columns = {"token_level_rewards": rewards, "response_mask": mask.float(), "index": index}
+    columns["values"] = tensor(step, "values")
     scores = scores_of(rewards)
     groups = Groups.of(index, scores)
     centered = groups.centered(scores)
@@ -106,7 +107,7 @@ def estimates(
     for name in ESTIMATORS if thorough else ESTIMATORS[:2]:
         estimator = ADVANTAGE_ESTIMATORS.look_up(name)
         parameters = inspect.signature(estimator).parameters
-        arguments = {key: given[key] for key in parameters if given.get(key) is not None}
+        arguments = {key: columns[key] for key in parameters if columns.get(key) is not None}
         choices: list[dict[str, Any]] = [{}]
         if "epsilon" in parameters:
             choices = [{"epsilon": epsilon} for epsilon in EPSILONS]
@@ -125,8 +126,8 @@ def estimates(
                 values, _ = estimator(**arguments, **chosen)
             except TypeError:  # an input is not recorded
                 break
-            said = ", ".join(f"{key}={value}" for key, value in chosen.items())
-            words = f"{name}({said})" if said else name
+            arguments_text = ", ".join(f"{key}={value}" for key, value in chosen.items())
+            words = f"{name}({arguments_text})" if chosen else name
             yield words, f"{ALGORITHM}.adv_estimator={name}" + as_keys(chosen), values
     if not thorough:
         return
@@ -134,18 +135,17 @@ def estimates(
     for epsilon in EPSILONS[:3]:
         biased = centered / (std * ((size - 1) / size).sqrt() + epsilon)
         words = f"grpo with the deviation over n instead of n - 1 (epsilon={epsilon})"
-        yield words, f"{ALGORITHM}.adv_estimator=your.module.function", on_tokens(biased, mask)
+        yield words, OWN_ESTIMATOR, on_tokens(biased, mask)
     overall = (scores - scores.mean()) / (scores.std() + 1e-8)
     words = "mean and deviation of the whole batch, without groups"
-    yield words, f"{ALGORITHM}.adv_estimator=your.module.function", on_tokens(overall, mask)
+    yield words, OWN_ESTIMATOR, on_tokens(overall, mask)
     of_rows = {"grpo": groups.normalized(centered, 1e-6), "rloo": centered * size / (size - 1)}
     of_rows |= {"the centered score": centered}
     for name, values in of_rows.items():
         on_rows = (values - values.mean()) / (values.std() + 1e-4)
-        own = "algorithm.adv_estimator=your.module.function"
-        yield f"{name}, then normalized over rows", own, on_tokens(on_rows, mask)
+        yield f"{name}, then normalized over rows", OWN_ESTIMATOR, on_tokens(on_rows, mask)
         tokens = whiten_(on_tokens(values, mask).clone(), mask.float())
-        yield f"{name}, then whitened over tokens", own, tokens
+        yield f"{name}, then whitened over tokens", OWN_ESTIMATOR, tokens
     if (recorded := tensor(step, "advantages")) is not None:
         limit = float(recorded.abs().max())
         for name, values in of_rows.items():
@@ -302,8 +302,8 @@ def aggregated(step: Step, losses: Tensor, mask: Tensor) -> Iterator[tuple[str, 
             parts = zip(losses.split(size), mask.split(size), strict=True)
             means = [agg_loss(x, m, mode, loss_scale_factor=factor) for x, m in parts]
             cut = f"{words} of each micro-batch of {size} rows, then their mean"
-            own = f"{key} (verl-like divides by the counts of the mini-batch)"
-            yield cut, own, torch.stack(means).mean()
+            divisor = f"{key} (verl-like divides by the counts of the mini-batch)"
+            yield cut, divisor, torch.stack(means).mean()
     total = (losses * mask).sum()
     yield "sum over tokens / (rows x width)", "a policy loss of your own", total / mask.numel()
     yield (
@@ -334,9 +334,11 @@ def whole_loss_variants(step: Step) -> Iterator[Variant]:
             short = float(f"{coefficient:.2g}")
             if short <= 0 or abs(short - coefficient) > 2e-3 * short:
                 continue
-            said = f"{words}, plus {short} x KL ({name})"
+            with_kl = f"{words}, plus {short} x KL ({name})"
             keys = f" {ACTOR}.use_kl_loss=true {ACTOR}.kl_loss_coef={short}"
-            yield Variant(said, f"{setting}{keys} {ACTOR}.kl_loss_type={name}", loss + short * mean)
+            yield Variant(
+                with_kl, f"{setting}{keys} {ACTOR}.kl_loss_type={name}", loss + short * mean
+            )
 
 
 LOG_PROBS = ("log_probs", "old_log_probs", "rollout_log_probs")

@@ -25,9 +25,9 @@ def of_log_probs(steps: tuple[Step, Step]) -> Iterator[Cause]:
     """
     if steps[0].number != 1:
         return
-    found = [described(step) for step in steps]
-    if None not in found and found[0] != found[1]:
-        (x, setting), (y, other) = found  # type: ignore[misc]
+    computed = [described(step) for step in steps]
+    if None not in computed and computed[0] != computed[1]:
+        (x, setting), (y, other) = computed  # type: ignore[misc]
         yield {
             "probe": "temperature and precision of log-probs",
             "sentence": f"A's log-probs are {x}, B's {y}",

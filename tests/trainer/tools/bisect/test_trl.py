@@ -64,7 +64,7 @@ def record(trainer: str, model: Path, folder: Path, **arguments: Any) -> None:
         ]
     if trainer == "RLOO":
         del arguments["loss_type"]
-    made = getattr(trl, f"{trainer}Trainer")(
+    trainer_of_trl = getattr(trl, f"{trainer}Trainer")(
         model=str(model),
         args=getattr(trl, f"{trainer}Config")(
             output_dir=str(folder / "out"), **(ARGUMENTS | arguments)
@@ -73,8 +73,8 @@ def record(trainer: str, model: Path, folder: Path, **arguments: Any) -> None:
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         **further,
     )
-    made.add_callback(RecordCallback(made, str(folder / "record")))
-    made.train()
+    trainer_of_trl.add_callback(RecordCallback(trainer_of_trl, str(folder / "record")))
+    trainer_of_trl.train()
 
 
 @pytest.mark.parametrize("trainer", DIFFERENCES)
