@@ -91,7 +91,7 @@ def our_step(recipe: str, folder: Path, rows: Sequence[Row], compiles: str = "au
     ]
     config = load_config(settings, of_recipe)
     trainer = load_object(config.trainer.cls, "trainer.cls")
-    worker = load_object(config.role_workers[trainer.role], "role_workers")(config)
+    worker = load_object(config.role_workers[trainer.recipe.role], "role_workers")(config)
     worker.init_model(total_steps=NUM_STEPS)
     read = [our_row(recipe, row, number) for number, row in enumerate(rows)]
     uids = [str(number) for number in range(NUM_ROWS)]
