@@ -99,7 +99,7 @@ class Router:
                 self._waiting.pop(client, None)
             client.settimeout(None)
             match = KEY.search(head.partition(b"\r\n\r\n")[0] + b"\r")
-            with socket.socket(socket.AF_UNIX) as endpoint:
+            with self._local_socket() as endpoint:
                 try:
                     endpoint.connect(os.path.join(self.folder, match[1].decode() if match else ""))
                 except OSError:
@@ -110,6 +110,16 @@ class Router:
                 back.start()
                 _copy(client, endpoint)
                 back.join()
+
+    def _local_socket(self) -> socket.socket:
+        """Return a socket; if the process may open no more files, end connections without a key."""
+        while True:
+            try:
+                return socket.socket(socket.AF_UNIX)
+            except OSError:
+                if self._is_closed:
+                    raise
+                self._end_oldest()
 
 
 def _head(client: socket.socket) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +42,9 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Router]:
             while True:
                 try:
                     connection, _ = endpoint.accept()
-                except OSError:
+                except OSError as error:
+                    if error.errno == errno.EMFILE:
+                        continue
                     return
                 with connection:
                     connection.sendall(connection.recv(4096))
@@ -86,6 +90,23 @@ def test_idle_connections_of_strangers_do_not_end_the_endpoint(
                 strangers.kill()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_client_with_a_key_waits_for_a_file_that_the_process_may_open(
+    opened: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refused(socket.socket):
+        count = 0
+
+        def __init__(self, family: int = -1, *arguments: Any, **named: Any) -> None:
+            if family == socket.AF_UNIX and Refused.count < 2:
+                Refused.count += 1
+                raise OSError(errno.EMFILE, "too many open files")
+            super().__init__(family, *arguments, **named)
+
+    monkeypatch.setattr(router.socket, "socket", Refused)
+    assert answer_of(opened) == REQUEST
+    assert Refused.count == 2
 
 
 def test_connections_without_a_key_take_few_threads(
