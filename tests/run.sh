@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the tests. On a machine with only Python, this makes or repairs .venv and installs into it.
-#   bash tests/run.sh                       every test, but only some cases of tests with many
+#   bash tests/run.sh                       all but long tests, and only some cases of tests with many
 #   bash tests/run.sh all                   every case, as in CI
 #   bash tests/run.sh [pytest arguments]    the tests that they select
 # Tests marked `slow` run only when selected. run_vllm.sh and run_tinker.sh run those marked `vllm`

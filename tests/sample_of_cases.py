@@ -1,4 +1,4 @@
-"""`--sample SEED`: run every test, but only some cases of tests with many, drawn by the seed.
+"""`--sample SEED`: leave out long tests, and most cases of tests with many, drawn by the seed.
 
 `bash tests/run.sh` draws a new seed and prints it. `bash tests/run.sh all` runs every case.
 """
@@ -16,15 +16,15 @@ FEWEST, FRACTION = 2, 4
 
 
 def sampled(items: Sequence[pytest.Item], seed: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return (kept, left out) items; a test of few cases keeps all of them.
+    """Return (kept, left out) items; long tests are left out, tests of few cases keep all.
 
     Which cases a test keeps depends only on the seed and its name, so that the processes of
     pytest-xdist, and a later run of a few files, choose the same.
     """
     by_test: dict[str, list[pytest.Item]] = defaultdict(list)
+    left_out = {item.nodeid for item in items if item.get_closest_marker("long")}
     for item in items:
         by_test[item.nodeid.partition("[")[0]].append(item)
-    left_out: set[str] = set()
     for test, cases in by_test.items():
         count = max(FEWEST, -(-len(cases) // FRACTION))
         if count < len(cases):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests import ROOT
 from tests.conftest import load
 
@@ -11,6 +13,7 @@ MOST_LINES, MOST_FILES = 30_500, 272
 NOT_NEEDED = ("trainer/tools", "workers/agents")
 
 
+@pytest.mark.long
 def test_a_ppo_run_imports_little_at_once() -> None:
     imported = counts.closure()
     assert counts.total(imported) <= MOST_LINES

@@ -38,6 +38,7 @@ def run_script(call: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["1", "2"])
 def test_a_call_measures_all_of_its_parts_small_on_a_cpu(
     script: ModuleType, folder: Path, call: str

@@ -31,6 +31,7 @@ def test_a_file_of_published_numbers_names_its_source(file: Path) -> None:
         assert case["gpus"] > 0
 
 
+@pytest.mark.long
 def test_the_planner_picks_the_published_best_placement(tmp_path: Path) -> None:
     published = read("hybridflow")
     for case in published["cases"]:

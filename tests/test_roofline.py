@@ -64,6 +64,7 @@ def test_decoding_is_fit_for_a_cuda_graph(roofline: ModuleType) -> None:
     assert forward.cache.slot_layers[0].keys is buffers[1]
 
 
+@pytest.mark.long
 def test_an_update_waits_for_the_device_only_between_passes(roofline: ModuleType) -> None:
     job = roofline.Job("0.5b", rows=8, tokens=2048, layers=2)
     update, log_probs = roofline.record(job, "update"), roofline.record(job, "log_probs")

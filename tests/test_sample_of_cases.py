@@ -1,4 +1,4 @@
-"""Which cases `--sample` keeps."""
+"""Which tests and cases `--sample` keeps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ MATRIX = [f"tests/a.py::test_matrix[{case}]" for case in range(20)]
 SINGLE = ["tests/a.py::test_one", "tests/b.py::test_two[0]", "tests/b.py::test_two[1]"]
 
 
+def item(name: str) -> Any:
+    return SimpleNamespace(
+        nodeid=name, get_closest_marker=lambda marker: marker if marker in name else None
+    )
+
+
 def kept(seed: str, names: list[str]) -> list[str]:
-    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+    items = [item(name) for name in names]
     chosen, left_out = sampled(items, seed)
     assert len(chosen) + len(left_out) == len(names)
     return [item.nodeid for item in chosen]
@@ -22,6 +28,10 @@ def test_every_test_keeps_some_cases_and_small_tests_keep_all() -> None:
     names = kept("1", [*MATRIX, *SINGLE])
     assert names[-3:] == SINGLE
     assert len(names) == 5 + 3
+
+
+def test_long_tests_are_left_out() -> None:
+    assert kept("1", [*SINGLE, "tests/a.py::test_a_long_wait"]) == SINGLE
 
 
 def test_a_seed_chooses_the_same_cases_in_every_process_and_seeds_reach_all_cases() -> None:

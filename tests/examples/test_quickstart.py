@@ -61,6 +61,7 @@ def run_dir(tiny_dir: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_quickstart_can_be_checked_for_another_gpu(run_dir: Path, forked_python: Path) -> None:
     done = bash(
         EXAMPLES / "quickstart" / "run.sh",

@@ -60,6 +60,7 @@ def overrides(folder: Path, model: Path, *more: str) -> list[str]:
     return [*(s for s in settings if not s.startswith("reward.")), *environment_of(folder), *more]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "engine"), [("qwen2_vl", "native"), ("gemma3", "hf")])
 def test_a_run_whose_environment_shows_images_has_equal_log_probs_and_a_replay(
     family: str, engine: str, tmp_path: Path

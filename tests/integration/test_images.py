@@ -227,6 +227,7 @@ class Says(Environment):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plays", [False, True])
 def test_a_run_on_text_imports_nothing_for_images(
     plays: bool, tiny_dir: Path, tmp_path: Path

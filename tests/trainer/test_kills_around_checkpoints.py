@@ -185,6 +185,7 @@ def undisturbed(
     return cell, folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("undisturbed", "backend"), all_runs(), indirect=["undisturbed"])
 def test_a_run_with_kills_recovers_to_the_same_numbers(
     undisturbed: tuple[Cell, Path],

@@ -57,6 +57,7 @@ class Orders:
             order.write_text(" ".join(self.kills.pop(0)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("backend", "cell"),
     [

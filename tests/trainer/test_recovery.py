@@ -49,6 +49,7 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_lost_rank_ends_only_its_group_and_numbers_stay(
     tiny_dir: Path, whole: Path, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_only_wanted_files_are_fetched_until_all_are_wanted(tmp_path: Path) -> N
     assert (small / "weights").read_bytes() == b"123"
 
 
+@pytest.mark.long
 def test_a_file_whose_connection_is_cut_is_not_there(tmp_path: Path, proxy: Proxy) -> None:
     write(f"s3://{BUCKET}/large", bytes(4 << 20))
     proxy.bytes_per_s = 1 << 20

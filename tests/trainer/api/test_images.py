@@ -39,6 +39,7 @@ def as_dataset() -> datasets.Dataset:
     return data
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "keys"), [(in_memory, {}), (as_dataset, {"image_key": "image"})])
 def test_grpo_trains_on_images_in_memory(make: Any, keys: dict[str, Any], tmp_path: Path) -> None:
     model = write_model("qwen2_vl", tmp_path / "model")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 from PIL import Image
 
 from tests.workers.models.vision import write_model
@@ -58,6 +59,7 @@ for name in sys.argv[2:]:
 """
 
 
+@pytest.mark.long
 def test_images_add_at_most_half_more_memory_to_the_driver_than_their_files_have(
     tmp_path: Path,
 ) -> None:

@@ -56,6 +56,7 @@ def test_retokenized_turns_are_trained(tiny_dir: Path, tmp_path: Path) -> None:
     assert line["training/rollout_probs_diff_max"] < 1e-4
 
 
+@pytest.mark.long
 def test_a_hanging_environment_is_punished(tiny_dir: Path, tmp_path: Path) -> None:
     hang = (
         f"environment={GAMES}:HangsWhenTold",

@@ -84,6 +84,7 @@ def test_another_machine_resumes_from_the_store(
     assert in_store(url) == names
 
 
+@pytest.mark.long
 def test_a_checkpoint_whose_upload_is_cut_does_not_count(
     tmp_path: Path, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -49,6 +49,7 @@ def settled_bytes() -> int:
     return size
 
 
+@pytest.mark.long
 def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -> None:
     adapter = bytes_of_adapter(tiny_dir / "model")
     config = config_of(tiny_dir / "model", tmp_path, rank=RANK)

@@ -16,6 +16,7 @@ from verl_like.backends import rpc
 from verl_like.errors import WorkerDiedError
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
 def test_a_dead_or_stopped_idle_worker_ends_the_wait_for_another(
     backend: str,

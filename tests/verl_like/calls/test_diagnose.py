@@ -126,6 +126,7 @@ def test_stacks_show_the_collective_that_a_gpu_waits_in(monkeypatch: pytest.Monk
     assert "rank 0 in all_reduce (number 7" in who_waits({0: shown}, [0])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["child", pytest.param("ray", marks=pytest.mark.ray)])
 @pytest.mark.parametrize(
     ("method", "words"),

@@ -194,6 +194,7 @@ def test_a_failed_environment_is_retried_with_the_same_noise(play: Play, tmp_pat
     assert re.search(r"\n    at .*games\.py, line \d+$", given_up.problem)
 
 
+@pytest.mark.long
 def test_a_late_environment_is_retried_while_others_play(play: Play, tmp_path: Path) -> None:
     kwargs = {"file": str(tmp_path / "count")}
     trajectories = play("HangsOnce", num=2, kwargs=kwargs, retries=2)
@@ -201,6 +202,7 @@ def test_a_late_environment_is_retried_while_others_play(play: Play, tmp_path: P
     assert_same_bits(trajectories, play("Count", num=2))
 
 
+@pytest.mark.long
 def test_a_trajectory_ends_at_its_own_timeout(play: Play) -> None:
     """No single reply of its environment is late."""
     kwargs = {"turns": 2, "sleep": 60.0, "slow_row": 0}

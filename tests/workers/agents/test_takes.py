@@ -71,6 +71,7 @@ def test_many_short_takes_have_the_bits_of_one(
     assert count > 5
 
 
+@pytest.mark.long
 def test_a_hanging_environment_delays_no_take(
     make_loop: MakeLoop, sampling: SamplingParams
 ) -> None:

@@ -45,6 +45,7 @@ class FailingActor(ActorWorker):
         return compute(*args)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("is_killed", "error", "text"),
     [

@@ -96,6 +96,7 @@ VOTE_OF_RANK_1 = "(?=.*rollout rank 1 of 2).* did not finish within 4.0 s"
 """The sender waits in the same vote: either may be late first, both are named."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("groups", "fault", "error", "words"),
     [

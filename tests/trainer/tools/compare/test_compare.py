@@ -138,6 +138,7 @@ def test_fewer_than_two_runs_are_rejected(three_runs: list[Path], tmp_path: Path
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("text", [BOMB, "a: &a [*a]", "a: " + "[" * 2000])
 def test_aliases_that_expand_without_end_are_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)

@@ -159,6 +159,7 @@ print(sum(b.send(b"x") for b in socket.socketpair()))
     assert limits == resource.getrlimit(resource.RLIMIT_CPU)
 
 
+@pytest.mark.long
 def test_a_script_without_end_is_stopped() -> None:
     # `run` kills all descendants of its process, so it has a process of its own
     code = """

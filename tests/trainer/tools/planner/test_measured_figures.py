@@ -106,6 +106,7 @@ def predictions(models: Path) -> dict[str, Callable[[], float]]:
     }
 
 
+@pytest.mark.long
 def test_measured_figures_are_predicted_within_a_quarter_or_explained(models: Path) -> None:
     figures = [row for row in measured_on("H100") if not row["name"].startswith(NOT_PLANNED)]
     predicted = predictions(models)

@@ -88,7 +88,14 @@ SLOW = {
 
 
 @pytest.mark.parametrize(
-    "job", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "job",
+    [
+        *(
+            pytest.param(name, marks=pytest.mark.long) if name == "images" else name
+            for name in FAST
+        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
 )
 def test_a_job_without_a_bug_passes(
     job: str, tiny_dir: Path, tmp_path: Path, classifier: Path

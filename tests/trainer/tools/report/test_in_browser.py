@@ -58,6 +58,7 @@ WIDTHS = (375, 1280)
 """In pixels, of a telephone and of a desk's screen."""
 
 
+@pytest.mark.long
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here; on Debian: apt-get install chromium")
 def test_the_report_renders_in_a_browser(tmp_path: Path) -> None:
     """Responses and trajectories: both pages in both widths, in one browser."""
