@@ -32,7 +32,6 @@ from workers.columns import ENVIRONMENT, IMAGES, PLAYERS
 from workers.config import has_environment
 from workers.models.folder import UNREADABLE
 from workers.models.tokenizers import check_template
-from workers.rewards.code import find_open_assert
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +111,8 @@ class PromptSet:
     @cached_property
     def has_open_asserts(self) -> bool:
         """True if any row has asserts whose expected value the tested program could find."""
+        from workers.rewards.code import find_open_assert
+
         return self._any_truth(
             f"has asserts that need trust: {self._cut}",
             lambda truth: find_open_assert(truth) is not None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from verl_like.errors import ConfigError
-from workers.rewards.remote import check_url
 
 
 def check_rewards(config: Any) -> None:
@@ -25,6 +24,8 @@ def check_rewards(config: Any) -> None:
                     f"{where} is a model. Set its path to the folder of a classifier."
                 )
             if reward.kind == "remote":
+                from workers.rewards.remote import check_url
+
                 check_url(reward.url, reward.name)
 
         if not any(reward.weight for reward in config.reward.list):

@@ -10,7 +10,6 @@ import numpy as np
 from verl_like.batch.protocol import DataProto
 from workers.chats import texts_of
 from workers.columns import sample_scores, token_rows
-from workers.rewards.environment import trajectory_metrics
 from workers.rewards.manager import decode_rows
 from workers.rewards.outcome import is_success
 
@@ -91,6 +90,8 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
     infos = batch.non_tensor_batch.get(TRAJECTORY)
     if infos is None:
         return {}
+    from workers.rewards.environment import trajectory_metrics
+
     names = ("agents/num_turns", "agents/num_call", "agents/ended", "agents/by_environment")
     every = trajectory_metrics(infos.tolist())
     metrics = {name: value for name, value in every.items() if name.startswith(names)}

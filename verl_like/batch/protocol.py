@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar, overload
 import numpy as np
 import torch
 
-from verl_like.batch import columns, disk, merge, tensordicts, wire
+from verl_like.batch import columns, merge, tensordicts, wire
 from verl_like.batch.columns import Array
 from verl_like.batch.memory import copy_of
 from verl_like.batch.ragged import Column, RaggedTensor, rectangle_of
@@ -620,6 +620,8 @@ class DataProto:
 
         An object that JSON cannot represent is rejected, with its column and row.
         """
+        from verl_like.batch import disk
+
         self.check_consistency()
         rows = None if self._dense is None else len(self)
         disk.save(filepath, rows, self.columns, self.non_tensor_batch, self.meta_info)
@@ -629,6 +631,8 @@ class DataProto:
         """Read a file of `save_to_disk`; nothing in it is executed, so its author need not be
         trusted.
         """
+        from verl_like.batch import disk
+
         return disk.load(filepath, cls._of_parts)
 
     @classmethod

@@ -30,8 +30,6 @@ from workers.models.nf4 import BLOCK, check_nf4
 from workers.models.pass_trace import PassShapes, PassTrace, trace_pass
 from workers.models.quantize import quantizable
 from workers.parallel.experts import experts_of
-from workers.parallel.pipeline import max_pending_passes, num_chunks
-from workers.parallel.stages import Stages, stage_ranges
 
 
 class Moments(NamedTuple):
@@ -223,6 +221,9 @@ def _of_stages(
     model: _Described, compute: torch.dtype, tp: int, stage: StageOf
 ) -> list[ModelShapes]:
     """Return the shapes of every rank in the pipeline that `stage` belongs to."""
+    from workers.parallel.pipeline import max_pending_passes, num_chunks
+    from workers.parallel.stages import Stages, stage_ranges
+
     full, weights = _whole(model, compute, tp), _counted(model)
     num_stages = stage.num_ranks * num_chunks(stage.schedule)
     ranges = stage_ranges(weights.module, num_stages, stage.ep)

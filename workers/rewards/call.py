@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
+from workers.chats import text_of
 
 Sample = dict[str, Any]
 """The values of a sample that a reward function can read: `SAMPLE_FIELDS` and other columns."""
@@ -53,6 +54,14 @@ FIELDS_WITHOUT_SIGNATURE = {name: name for name in SAMPLE_FIELDS}
 FIELDS_OF_SAMPLE = FIELDS_WITHOUT_SIGNATURE | SHORT_NAMES
 FIELDS_OF_BATCH = {f"{name.removesuffix('s')}s": entry for name, entry in FIELDS_OF_SAMPLE.items()}
 FIELDS_OF_TRL = {**FIELDS_WITHOUT_SIGNATURE, "prompts": "raw_prompt", COMPLETIONS: COMPLETIONS}
+
+
+def prompt_text(sample: Sample) -> str:
+    """Return the prompt as text; of a conversation, the contents of all messages."""
+    prompt = sample.get("raw_prompt", "")
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(text_of(message["content"]) for message in prompt)
 
 
 @dataclass(frozen=True)

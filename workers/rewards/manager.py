@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,9 +27,11 @@ from workers.columns import IMAGES, count_ones, read_columns, token_rows
 from workers.rewards.call import Sample
 from workers.rewards.failures import Failures, group_by_kind
 from workers.rewards.outcome import LATE, STEPS, VOTE, Outcome
-from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
 from workers.thoughts import REASONING, ThoughtReader, split_thoughts
+
+if TYPE_CHECKING:
+    from workers.rewards.remote import RemoteScorer
 
 RESPONSE_TEXT = "response_text"
 """Column with the responses as text, which several rewards and the sample log read."""

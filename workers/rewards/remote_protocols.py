@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from workers.chats import text_of
 from workers.config import RewardConfig
-from workers.rewards.call import Sample
+from workers.rewards.call import Sample, prompt_text
 from workers.rewards.outcome import Outcome, read_outcome
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -99,14 +98,6 @@ PROTOCOLS = {
     # one chat completion per sample
     "openai": RemoteProtocol(_judge_request, _judge_outcomes, largest_batch=1),
 }
-
-
-def prompt_text(sample: Sample) -> str:
-    """Return the prompt as text; of a conversation, the contents of all messages."""
-    prompt = sample.get("raw_prompt", "")
-    if isinstance(prompt, str):
-        return prompt
-    return "\n".join(text_of(message["content"]) for message in prompt)
 
 
 def as_json(content: Any) -> bytes:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -33,14 +33,15 @@ from workers.config import (
     ScoringSections,
     rewards_of,
 )
-from workers.rewards.code import NOT_TRUSTED
-from workers.rewards.environment import EnvironmentScores
 from workers.rewards.failures import FailureLog
 from workers.rewards.functions import REWARDS, check_rules, code, trust_kwargs
 from workers.rewards.manager import RewardManager, TermScores
 from workers.rewards.process import BATCH_SHARES, FunctionSpec
-from workers.rewards.remote import RemoteScorer
 from workers.rewards.scorer import Scorer
+
+if TYPE_CHECKING:
+    from workers.rewards.environment import EnvironmentScores
+    from workers.rewards.remote import RemoteScorer
 
 logger = logging.getLogger(__name__)
 SKIPPED = "reward_extra/skipped"
@@ -90,6 +91,8 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
             manager: RewardManager | EnvironmentScores | None = None
             limits: Any = run.reward
             if config.kind == "environment":
+                from workers.rewards.environment import EnvironmentScores
+
                 manager, limits = EnvironmentScores(), run.environment
             elif config.kind != "model":
                 section = f"reward.list[{number}]" if run.reward.list else None
@@ -119,6 +122,8 @@ def _scorer(
     """Create a reward's scorer; `section` is its configuration key (None: `reward.function`)."""
     deadline = BATCH_SHARES * config.timeout_s
     if config.kind == "remote":
+        from workers.rewards.remote import RemoteScorer
+
         return RemoteScorer(config, deadline)
 
     if config.path:
@@ -141,6 +146,8 @@ def _scorer(
         spec = FunctionSpec(deadline=config.timeout_s)
         spec = replace(spec, kwargs=trust_kwargs(spec.path, spec.name, settings.trust_programs))
     if runs_programs and rows.has_open_asserts and not settings.trust_programs:
+        from workers.rewards.code import NOT_TRUSTED
+
         way = "reward.trust_programs=true"
         raise ConfigError(f"a row's ground_truth has an assert: {NOT_TRUSTED.format(way=way)}")
     return Scorer(spec, deadline)

@@ -13,7 +13,6 @@ from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build import takes_adapter
-from workers.training.average import WeightAverage
 from workers.training.checkpoint import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
@@ -80,6 +79,8 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         self.sends_adapter = takes_adapter(self.policy)
         self.sends_changed = self.policy.rollout.weight_sync == "changed" and not self.sends_adapter
         if self.config.ema_decay is not None:
+            from workers.training.average import WeightAverage
+
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
     @register(dispatch_mode=TRAIN, readonly=True)

@@ -20,7 +20,6 @@ from workers.config import FrozenFSDPConfig, WorkersConfig, is_actors_module, re
 from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
-from workers.training.average import MovingAverageTrainEngine
 from workers.training.engine import TrainEngine
 from workers.training.file_copies import BackgroundSaves
 from workers.training.lm_head import TokenOutputs
@@ -45,6 +44,8 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         self.follows = self.config.update_every is not None
         model = self.role_model(config)
         if self.follows:
+            from workers.training.average import MovingAverageTrainEngine
+
             self.engine = MovingAverageTrainEngine(model, decay=self.config.ema_decay)
         else:
             self.engine = TrainEngine(model)

@@ -34,7 +34,6 @@ from workers.models.state import persistent_buffers
 from workers.models.tensor_files import WRITE_NOW
 from workers.parallel.collectives import Ranks
 from workers.training.file_copies import BackgroundSaves
-from workers.training.hf_export import export_huggingface
 from workers.training.manifest import loaded_files, read_manifest, reject_damaged, write_manifest
 from workers.training.shards import read_shards, stored_tensors, write_shards
 from workers.weights.module_writer import describe_problems
@@ -110,6 +109,8 @@ class CheckpointMixin(BackgroundSaves):
                 lambda: save_adapter(folder, module, engine.model_config, adapter, writer)
             )
         if "hf_model" in contents:
+            from workers.training.hf_export import export_huggingface
+
             exported, is_first = part / "huggingface", ranks.mine == 0
             ranks.run_on_all(lambda: export_huggingface(engine, exported, is_first, writer=writer))
 
@@ -127,6 +128,8 @@ class CheckpointMixin(BackgroundSaves):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_model(self, path: str) -> None:
         """Write the model into the folder `path` for `from_pretrained`."""
+        from workers.training.hf_export import export_huggingface
+
         ranks = Ranks(self.engine.groups.world, f"the model {path} was not written")
         is_first = ranks.mine == 0
         ranks.run_on_all(lambda: export_huggingface(self.engine, Path(path), is_first))

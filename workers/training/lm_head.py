@@ -18,7 +18,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,11 @@ from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.state import local_shard
 from workers.models.support.proof import Support
 from workers.models.support.stand_in import VOCABULARY
-from workers.parallel.vocabulary import VocabShard, token_stats
 from workers.training.microbatch import Columns
 from workers.training.packing import Feed, RowPasses, model_inputs, picked, read
+
+if TYPE_CHECKING:
+    from workers.parallel.vocabulary import VocabShard
 
 CHUNK_BYTES = 256 * 2**20
 """Largest chunk of float32 logits, in bytes; on a GPU, `ROWS_ON_GPU` positions may be larger."""
@@ -101,6 +103,8 @@ def columns_of_logits(
                 "the likeliest tokens are not supported if the vocabulary is split over ranks "
                 "(parallel.tp)."
             )
+        from workers.parallel.vocabulary import token_stats
+
         return token_stats(logits, labels, vocab, *wanted[:3])
     columns: Columns = {}
     options: Any = {"temperature": wanted.temperature, "inplace_backward": True, "fused": fused}
