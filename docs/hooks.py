@@ -28,21 +28,31 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Give every key in the lists of keys an anchor with its whole name: `#trainer.seed`.
+    """Give every key in the tables of keys an anchor with its whole name: `#trainer.seed`.
 
     The mark of a block that tests do not run is removed: the site's Markdown has no such marks.
     """
     markdown = markdown.replace("```python no-run\n", "```python\n")
-    return LIST_OF_KEYS.sub(lambda block: with_anchors(block[0]), markdown)
+    return KEY_TABLES.sub(lambda block: with_anchors(block[0]), markdown)
 
 
-LIST_OF_KEYS = re.compile(r"<!-- begin (?:keys_\w+|\w+(?:-\w+)*-keys) -->.*?<!-- end ", re.S)
-"""Matches a generated list of keys."""
+KEY_TABLES = re.compile(r"<!-- begin (?:keys_\w+|\w+(?:-\w+)*-keys) -->.*?<!-- end ", re.S)
+"""Matches generated tables of keys."""
 
 
-def with_anchors(keys: str) -> str:
-    """Return a list of keys with an anchor for each, in the syntax of `attr_list`."""
-    return re.sub(r"^- `([\w.]+)`", r"- `\1`{#\1}", keys, flags=re.M)
+def with_anchors(tables: str) -> str:
+    """Return tables of keys with an anchor for each key, in the syntax of `attr_list`.
+
+    The name of a key begins with the last heading, which is the section of the key.
+    """
+    section, lines = "", []
+    for line in tables.splitlines():
+        if line.startswith("## "):
+            name = re.match(r"## `([\w.]+)`", line)
+            section = f"{name[1]}." if name else ""
+        line = re.sub(r"^`([\w.]+)`", rf"`\1`{{#{section}\1}}", line)
+        lines.append(re.sub(r"^\[`([\w.]+)`]\(#\w+\)", r"[`\1`](#\1)", line))
+    return "\n".join(lines)
 
 
 def on_nav(nav: Any, config: Any, files: Any) -> Any:

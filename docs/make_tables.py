@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 from cards import (
@@ -72,7 +72,7 @@ KEY_PAGES = {
 }
 """Page -> the sections whose keys it has, with those below them unless another page names them."""
 USUAL_KEYS = yaml.safe_load((DOCS / "data" / "usual_keys.yaml").read_text(encoding="utf-8"))
-"""Page -> the keys that most runs set."""
+"""Page -> the keys that most runs set, with when to change them."""
 
 
 def key_page(section: str) -> str:
@@ -83,82 +83,89 @@ def key_page(section: str) -> str:
     return pages[section]
 
 
-def key_sections() -> dict[str, str]:
-    """Return a list for every section; sections with the same keys share a list."""
+class KeyRow(NamedTuple):
+    """A row of a table of keys; the name of a key that a resumed run may change ends with ↻."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+
+def key_sections() -> dict[str, tuple[str, list[KeyRow], str]]:
+    """Return section -> heading, rows, and the sections that have the same rows."""
     PPO.load_registries()
     keys = {key.name: key for key in config_keys(PPOConfig)}
+    docs = field_docs(PPOConfig)
     sections: dict[str, list[Key]] = {}
     for key in keys.values():
         if not key.is_section:
-            sections.setdefault(key.name.rpartition(".")[0], []).append(key)
-
-    docs = field_docs(PPOConfig)
-    alike: dict[str, list[str]] = {}
+            sections.setdefault(key.section, []).append(key)
+    alike: dict[tuple[KeyRow, ...], list[str]] = {}
     for name, of_section in sections.items():
-        rows = _rows_of_keys(PPOConfig, of_section, leaf_names=True)
-        alike.setdefault(rows, []).append(name)
-
-    lists = dict[str, str]()
-    for rows, (first, *others) in alike.items():
-        intro = _section_intro(keys[first], docs[first]) if first else "## Top level"
-        same = [f"The same keys are in {_code(others)}."] if others else []
-        lists[first] = "\n\n".join([intro, rows, *same])
-
+        alike.setdefault((*_rows_of_keys(PPOConfig, of_section, leaf_names=True),), []).append(name)
     own_sections = {key.kind for key in keys.values() if key.is_section}
-    takers: dict[type, list[str]] = {}
     for key in keys.values():
-        if key.rules.options is not None and key.rules.options not in own_sections:
-            takers.setdefault(key.rules.options, []).append(key.name)
-    for options, names in takers.items():
-        rows = _rows_of_keys(options, leaf_keys(options))
-        first, *others = names
-        same = [f"The same keys are in {_code(others)}."] if others else []
-        lists[first] = "\n\n".join([f"## `{first}`", rows, *same])
+        if (options := key.rules.options) is not None and options not in own_sections:
+            alike.setdefault((*_rows_of_keys(options, leaf_keys(options)),), []).append(key.name)
+
+    found = {}
+    for rows, (first, *others) in alike.items():
+        heading = "## Top level"
+        if first:
+            heading = f"## `{first}`{'↻' if keys[first].rules.may_change_on_resume else ''}"
+            if keys[first].is_section:
+                heading += f"\n\n{docs[first]}"
+        same = f"The same keys are in {_code(others)}." if others else ""
+        found[first] = (heading, [*rows], same)
     names = [*keys]
-    in_order = sorted(lists, key=lambda name: names.index(name) if name else len(names))
-    return {name: lists[name] for name in in_order}
+    in_order = sorted(found, key=lambda name: names.index(name) if name else len(names))
+    return {name: found[name] for name in in_order}
 
 
 def key_table(page: str) -> str:
-    """The keys that are usually set, with links to their sections, then the sections of a page.
+    """Return the keys that are usually set, and a table for each section of a page.
 
     A key that repeats one of an earlier section refers to it.
     """
-    texts = "\n\n".join(text for name, text in key_sections().items() if key_page(name) == page)
-    usual = []
-    for key in USUAL_KEYS[page]:
-        name = key.rpartition(".")[0]
-        has_heading = f"## `{name}`" in texts
-        usual.append(f"[`{key}`](#{name.replace('.', '')})" if has_heading else f"`{key}`")
-    lines, section, first = [f"Usually set: {', '.join(usual)}.", ""], "", dict[str, str]()
-    for line in texts.splitlines():
-        if line.startswith("## "):
-            section = line.removeprefix("## ").rstrip("↻")
-        key, colon, meaning = line.partition(": ")
-        if line.startswith("- ") and len(meaning.split()) > 8:
-            earlier = first.setdefault(line, section)
-            line = line if earlier == section else f"{key}{colon}As in {earlier}."
-        if line.startswith("- `") and section.startswith("`"):
-            line = f"- `{section.strip('`')}.{line.removeprefix('- `')}"
-        lines.append(line)
-    return "\n".join(lines)
+    sections = {name: of for name, of in key_sections().items() if key_page(name) == page}
+    usual = ["Usually set|When to change it", "---|---"]
+    for key, when in USUAL_KEYS[page].items():
+        section = key.rpartition(".")[0]
+        link = f"[`{key}`](#{section.replace('.', '')})" if section in sections else f"`{key}`"
+        usual.append(f"{link}|{when}")
+    parts, first = ["\n".join(usual)], dict[KeyRow, str]()
+    for name, (heading, rows, same) in sections.items():
+        shown = []
+        for row in rows:
+            earlier = first.setdefault(row, name)
+            is_long = len(row.meaning.split()) > 8
+            repeats = is_long and earlier != name
+            shown.append(row._replace(meaning=f"As in `{earlier}`.") if repeats else row)
+        parts += filter(None, [heading, _key_rows(shown), same])
+    return "\n\n".join(parts)
 
 
-def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> str:
-    """One line per key: name, default, allowed values and meaning."""
-    docs, default = field_docs(schema), schema()
+def _key_rows(rows: Iterable[KeyRow]) -> str:
+    """Return rows as a table."""
+    return "\n".join(["Key|Type|Default|Meaning", "---|---|---|---", *map("|".join, rows)])
+
+
+def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> list[KeyRow]:
+    """Return a row for each key."""
+    docs, defaults = field_docs(schema), schema()
     rows = []
     for key in keys:
-        name = key.name.rpartition(".")[2] if leaf_names else key.name
-        resume = "↻" if key.rules.may_change_on_resume else ""
-        value = _values(key, read(default, key.name), docs[key.name])
-        doc = _cell(docs[key.name])
-        if isinstance(numbers := read(default, key.name), dict) and numbers:
-            value = ""
-            for each, number in numbers.items():
-                doc = doc.replace(f"`{each}`", f"`{each}` ({number:g})")
-        rows.append(f"- `{name}`{resume}{f' ({value})' if value else ''}: {doc}")
-    return "\n".join(rows)
+        default, doc = read(defaults, key.name), _cell(docs[key.name])
+        shown = _show(default)
+        if isinstance(default, dict) and default:
+            shown = ""
+            for name, number in default.items():
+                doc = doc.replace(f"`{name}`", f"`{name}` ({number:g})")
+        name = f"`{key.leaf if leaf_names else key.name}`"
+        name += "↻" if key.rules.may_change_on_resume else ""
+        rows.append(KeyRow(name, _type(key, default, docs[key.name]), shown, doc))
+    return rows
 
 
 def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
@@ -176,7 +183,7 @@ def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
         and (_what_it_is(key, docs, default) in of_ppo or ".fsdp_config." in key.name)
     ]
     listed = sorted((key for key in own if key not in same), key=_place)
-    parts = [_rows_of_keys(recipe.schema, listed)]
+    parts = [_key_rows(_rows_of_keys(recipe.schema, listed))]
     if same:
         sections = dict.fromkeys(key.name.rpartition(".")[0] or key.name for key in same)
         parts.append(f"The other keys of {_code(sections)} are [as in PPO](keys_models.md).")
@@ -205,7 +212,8 @@ def _what_keys_are(schema: type) -> set[tuple[str, ...]]:
 def _what_it_is(key: Key, docs: Mapping[str, str], default: Any) -> tuple[str, ...]:
     """Return what distinguishes two keys of different recipes."""
     doc = docs[key.name]
-    return (key.name.rpartition(".")[2], _values(key, read(default, key.name), doc), doc)
+    value = read(default, key.name)
+    return (key.leaf, _type(key, value, doc), _show(value), doc)
 
 
 LISTED_ELSEWHERE = {
@@ -225,18 +233,12 @@ SAID_BY_THE_MEANING = {
 
 def reward_key_table() -> str:
     """The keys of one item of `reward.list`."""
-    return _rows_of_keys(RewardConfig, leaf_keys(RewardConfig))
+    return _key_rows(_rows_of_keys(RewardConfig, leaf_keys(RewardConfig)))
 
 
 def preference_key_table() -> str:
     """Return the keys that preference training adds to the keys of every recipe on rows."""
     return recipe_key_table(DPO, RowConfig)
-
-
-def _section_intro(section: Key, doc: str) -> str:
-    """Heading and docstring."""
-    resume = "↻" if section.rules.may_change_on_resume else ""
-    return f"## `{section.name}`{resume}\n\n{doc}"
 
 
 SIGNS = (
@@ -252,14 +254,15 @@ LOWER_BOUND = re.compile(r"[>≥](0|1|-1)")
 """A range that goes without saying; the error of a number outside of it gives it."""
 
 
-def _values(key: Key, default: Any, doc: str) -> str:
-    """The default, then what else it may be, unless the type or the meaning says so."""
-    if key.rules.options is not None:  # its keys have a list of their own
-        return ""
+def _type(key: Key, default: Any, doc: str) -> str:
+    """Return the allowed values, or the type if the type or the meaning gives them."""
+    kinds = get_args(key.kind) if key.is_optional else (key.kind,)
+    names = ["text" if kind is str else (get_origin(kind) or kind).__name__ for kind in kinds]
+    kind = " or ".join(name for name in names if name != "NoneType")
+    if key.rules.options is not None:  # its keys have a table of their own
+        return "section"
     words = LISTED_ELSEWHERE.get(key.rules.registry or key.rules.choices) or _cell(key.allowed)
     words = words.removesuffix(", or null").replace("(see Algorithms)", CORRECTION)
-    if key.rules.choices and all(f"`{choice}`" in doc for choice in key.rules.choices):
-        words = ""
     for value in ("null", "-1", "0"):  # the meaning says what it does
         if re.search(rf"(^|[\s(]){value}\b", doc):
             words = re.sub(rf", (or |where )?{value}\b.*", "", words)
@@ -267,10 +270,9 @@ def _values(key: Key, default: Any, doc: str) -> str:
         words = re.sub(text, sign, words) if key.range else words
     if key.is_optional and default is not None and not re.search("null", words + doc):
         words = f"{words}, or null"
-    words = re.sub(rf"(^|, ){re.escape(str(default))}(?=,|$)", "", words).removeprefix(", ")
     if isinstance(default, bool) or words in SAID_BY_THE_MEANING or LOWER_BOUND.fullmatch(words):
         words = ""
-    return "; ".join(filter(None, [_show(default), words]))
+    return f"{kind} {words}" if key.range and words else words or kind
 
 
 def column_table() -> str:
@@ -490,6 +492,8 @@ def _show(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "`null`" if value is None else f"`{str(value).lower()}`"
     value = list(value) if isinstance(value, tuple) else value
+    if isinstance(value, str) and value.startswith(("trainer.", "workers.")):
+        value = value.rpartition(".")[2]  # a class of ours
     return f"`{value}`" if value != "" else ""
 
 

@@ -67,9 +67,26 @@ def test_the_site_gets_code_blocks_that_it_can_show() -> None:
     assert not re.search(r"^```\S+ ", "\n".join(map(hooks.on_page_markdown, pages)), re.M)
 
 
-def test_every_listed_key_gets_an_anchor_with_its_whole_name() -> None:
+def test_every_key_has_an_anchor_with_its_whole_name() -> None:
     hooks = load("docs/hooks.py")
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
-    anchors = {*re.findall(r"\{#([\w.]+)\}", "\n".join(map(hooks.on_page_markdown, pages)))}
-    names = {"trainer.seed", "timeouts", "reward.function.path", "async_training.sampler"}
-    assert names - anchors == set()
+    text = "\n".join(map(hooks.on_page_markdown, pages))
+    anchors = {*re.findall(r"\{#([\w.]+)\}", text)}
+    shared = {
+        name
+        for line in re.findall("The same keys are in (.*)", text)
+        for name in re.findall("`(.*?)`", line)
+    }
+    names = {key.name for key in leaf_keys(PPO.schema) if key.section not in shared}
+    assert names | {"model.path", "async_training.sampler"} <= anchors
+    links = {*re.findall(r"^\[`[\w.]+`\]\(#([\w.]+)\)", text, re.M)}
+    assert len(links) > 20
+    assert links <= anchors
+
+
+def test_keys_are_tables_of_type_default_and_meaning() -> None:
+    page = (ROOT / "docs" / "keys_run.md").read_text(encoding="utf-8")
+    section = page.partition("## `trainer`")[2].partition("## ")[0]
+    assert "Key|Type|Default|Meaning" in section
+    assert re.search(r"^`total_training_steps`↻\|int\|`null`\|Steps of the run", section, re.M)
+    assert re.search(r"^\[`trainer.n_gpus_per_node`\]\(#trainer\)\|You have", page, re.M)

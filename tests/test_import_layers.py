@@ -46,7 +46,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("process",),
         ("placement",),
         ("backends",),
-        ("__init__", "extend"),
+        ("__init__", "extend", "rules"),
     ],
     "workers": [
         ("chats", "columns", "config", "cpu", "images"),
@@ -92,7 +92,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 """(importer, imported) of imports in functions that may go up or close a cycle -> the reason."""
 
-PUBLIC_NAMES = ("verl_like", "verl_like.extend")
+PUBLIC_NAMES = ("verl_like", "verl_like.extend", "verl_like.rules")
 """The modules that name higher packages: they import what users import, on first use."""
 
 

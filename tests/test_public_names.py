@@ -9,7 +9,13 @@ import re
 import pytest
 
 from tests import ROOT
-from tests.import_graph import PACKAGES
+from tests.import_graph import PACKAGES, parsed, sources
+from trainer.async_training.recipe import ASYNC
+from trainer.config.keys import config_keys
+from trainer.ppo.recipe import PPO
+from verl_like.errors import ConfigError
+from verl_like.registry import load_object
+from workers.rewards.functions import trust_kwargs
 
 PUBLIC = ("verl_like", "verl_like.extend")
 """The modules that users of runs import, and authors of extensions."""
@@ -34,7 +40,7 @@ def find(path: str) -> object:
         return getattr(find(package), name)
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "verl_like.extend"])
+@pytest.mark.parametrize("package", [*PACKAGES, "verl_like.extend", "verl_like.rules"])
 def test_public_names_are_sorted_and_exist(package: str) -> None:
     module = importlib.import_module(package)
     names = list(module.__all__)
@@ -57,7 +63,7 @@ def api_paths() -> list[str]:
 def test_the_api_pages_list_only_names_of_verl_like_that_can_be_imported() -> None:
     paths = api_paths()
     others = {path for path in paths if not path.startswith("verl_like.")}
-    assert others == {"workers.rewards.code.run_tests"}, "settings name it by this path"
+    assert others == set()
     assert len(paths) >= 15
     assert [path for path in paths if find(path) is None] == []
 
@@ -111,3 +117,51 @@ def test_each_name_is_in_only_one_public_module() -> None:
     users, authors = (set(find(module).__all__) for module in PUBLIC)
     assert users & authors == set()
     assert [name for name in authors if hasattr(find("verl_like"), name)] == []
+
+
+INTERNAL = re.compile(r"(?<![\w.])(?:workers|trainer)(?:\.\w+)+(?::\w+)?")
+KEYS = {key.name for recipe in (PPO, ASYNC) for key in config_keys(recipe.schema)}
+
+
+def internal_paths(text: str) -> list[str]:
+    """Return the paths of modules of `workers` and `trainer`, and of names in them."""
+    paths = [path for path in INTERNAL.findall(text) if path not in KEYS]
+    modules = (ROOT.joinpath(*re.split("[.:]", path)[:2]) for path in paths)
+    return [
+        path
+        for path, module in zip(paths, modules, strict=True)
+        if module.is_dir() or module.with_suffix(".py").is_file()
+    ]
+
+
+def test_the_docs_name_only_public_modules() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    named = {page.name: internal_paths(page.read_text("utf-8")) for page in pages}
+    del named["my_curves_differ.md"]  # adapters for other frameworks
+    assert {name: paths for name, paths in named.items() if paths} == {}
+
+
+def test_messages_name_only_public_modules() -> None:
+    named = dict[str, list[str]]()
+    for path in (path for package in PACKAGES for path in sources(package)):
+        tree = parsed(path)
+        docstrings = {
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if node not in docstrings and " " in node.value:
+                    if paths := internal_paths(node.value):
+                        named[f"{path.relative_to(ROOT)}:{node.lineno}"] = paths
+    assert named == {}
+
+
+def test_a_reward_is_set_by_the_public_path_of_a_rule() -> None:
+    for name in find("verl_like.rules").__all__:
+        assert load_object(f"verl_like.rules:{name}", "reward") is find(f"verl_like.rules.{name}")
+    assert find("verl_like.rules").run_tests is find("workers.rewards.code").run_tests
+    assert trust_kwargs("verl_like.rules", "run_tests", trust_programs=False)
+    with pytest.raises(ConfigError, match="It has dapo, geometry, .*Did you mean 'run_tests'"):
+        load_object("verl_like.rules:run_test", "reward")

@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.losses.token_loss import token_loss as token_loss
     from workers.models.load import load_model as load_model
     from workers.rewards.weighted import place_at_last_token as place_at_last_token
+    from workers.roles.critic import CriticWorker as CriticWorker
     from workers.rollout.base import EngineLimits as EngineLimits
     from workers.rollout.base import RolloutEngine as RolloutEngine
     from workers.rollout.base import SamplingParams as SamplingParams
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rollout.native.engine import NativeRolloutEngine as NativeRolloutEngine
     from workers.rollout.sample import Sample as Sample
     from workers.rollout.sampling import sample_seed as sample_seed
+    from workers.rollout.vllm.worker import WorkerExtension as WorkerExtension
     from workers.training.checkpoint import CheckpointMixin as CheckpointMixin
     from workers.training.engine import ScoreTrainEngine as ScoreTrainEngine
     from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget

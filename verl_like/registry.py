@@ -132,7 +132,7 @@ def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
     if not hasattr(module, name):
         public = {n: value for n, value in sorted(vars(module).items()) if not n.startswith("_")}
         defined = [n for n in public if getattr(public[n], "__module__", "") == module.__name__]
-        names = defined or [*public]
+        names = [*getattr(module, "__all__", defined)] or [*public]
         raise ConfigError(
             f"{name_subject}: {path} has no {name!r}. It has "
             f"{', '.join(names) or 'no public names'}.{nearest(name, names)}"

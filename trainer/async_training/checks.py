@@ -199,7 +199,7 @@ def _check_generators(config: AsyncConfig) -> list[str]:
         raise ConfigError(
             f"role_workers.critic={config.role_workers['critic']} cannot publish its weights, "
             "which generators' copies need (async_training.score_on=generator). Derive it from "
-            "workers.roles.critic.CriticWorker, or set async_training.score_on=trainer."
+            "verl_like.extend.CriticWorker, or set async_training.score_on=trainer."
         )
     return notices
 

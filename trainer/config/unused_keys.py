@@ -9,6 +9,7 @@ reads.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainer.config.keys import (
     keys_by_name,
     leaf_keys,
     leaves_of_items,
+    named_keys,
     path_to,
     read,
 )
@@ -100,12 +102,16 @@ def annotated_yaml(
     """Return the tree in the order of its composition, with the rules of each field as a comment.
 
     A comment that is too long for its line is above it. `left_out` keys are only counted at the
-    end. With `meanings`, the lines above a key begin with its meaning.
+    end. With `meanings`, the lines above a key begin with its meaning, and the keys of a section
+    that are not set are comments.
     """
-    keys = keys_by_name(schema)
+    keys = named_keys(schema) if meanings else keys_by_name(schema)
     tree = OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True)
     assert isinstance(tree, dict), "the root of a configuration is a mapping"
-    docs = field_docs(schema) if meanings else {}
+    docs = dict(field_docs(schema)) if meanings else {}
+    for key in leaf_keys(schema) if meanings else ():
+        if key.rules.options is not None:
+            docs |= field_docs(key.rules.options, f"{key.name}.")
     lines = [*_lines(without_keys(tree, left_out), "", keys, docs)]
     if left_out:
         lines.append(
@@ -122,8 +128,12 @@ def _lines(
     for name, value in section.items():
         key = keys.get(f"{prefix}{name}")
         rules = "" if key is None else key.describe_rules
-        is_section = key is not None and key.is_section and isinstance(value, dict)
-        entry = [f"{name}:"] if is_section else OmegaConf.to_yaml({name: value}).splitlines()
+        options = key.rules.options if docs and key is not None else None
+        has_keys = key is not None and (key.is_section or options is not None)
+        is_section = has_keys and isinstance(value, dict)
+        entry = (
+            [f"{name}:"] if is_section and value else OmegaConf.to_yaml({name: value}).splitlines()
+        )
         first, *rest = [f"{indent}{line}" for line in entry]
         with_rules = f"{first}  # {rules}" if rules else first
         # a block value allows no comment on its first line
@@ -136,4 +146,10 @@ def _lines(
             yield from (f"{indent}# {line}" for line in lines)
         yield from (first if is_above else with_rules, *rest)
         if is_section:
-            yield from _lines(value, f"{prefix}{name}.", keys, docs)
+            below = f"{prefix}{name}."
+            yield from _lines(value, below, keys, docs)
+            defaults = asdict(options()) if options else {}
+            unset = {name: default for name, default in defaults.items() if name not in value}
+            for line in _lines(unset, below, keys, docs):
+                is_comment = line.lstrip().startswith("#")
+                yield line if is_comment else f"{indent}{INDENT}# {line.strip()}"

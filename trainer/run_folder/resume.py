@@ -262,7 +262,7 @@ class ResumePoint:
 
     def _resume_path(self) -> Path:
         assert self.trainer.resume_from_path is not None, (
-            "trainer.config.checks rejects resume_mode=resume_path without a path"
+            "the checks reject resume_mode=resume_path without a path"
         )
         start = Path(self.trainer.resume_from_path).resolve()
         try:

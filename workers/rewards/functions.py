@@ -55,7 +55,7 @@ def gsm8k_flexible(
 ) -> float:
     """Return 1 if the last number of the solution, marked or not, equals the ground truth; else 0.
 
-    Select it with `reward=workers.rewards.functions:gsm8k_flexible`.
+    Select it with `reward=verl_like.rules:gsm8k_flexible`.
     """
     numbers = _NUMBER.findall(solution_str[-GSM8K_TAIL_CHARS:])
     if not numbers:
@@ -133,6 +133,7 @@ REWARDS: dict[str, RewardFunction] = {
 
 
 PROGRAM_RULES = {
+    ("verl_like.rules", "run_tests"),
     ("workers.rewards.code", "run_tests"),
     ("workers.rewards.functions", "code"),
     ("workers.rewards.functions", "default_compute_score"),

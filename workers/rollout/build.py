@@ -134,7 +134,7 @@ def user_engine(name: str) -> type[RolloutEngine] | None:
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise ConfigError(
             f"{SECTION}.name={name} is not a rollout engine. Make it a subclass of "
-            "workers.rollout.base.RolloutEngine."
+            "verl_like.extend.RolloutEngine."
         )
     subject = f"{SECTION}.name={name}"
     check_methods(engine, RolloutEngine, subject)

@@ -142,8 +142,8 @@ class Rows:
         if data.shard is not None and data.shard.count != num_ranks:
             raise BatchError(
                 f"a batch was split for {data.shard.count} ranks, but the model's rows are "
-                f"divided over {num_ranks}. Register the method with "
-                "dispatch_mode=workers.roles.model_worker.TRAIN."
+                f"divided over {num_ranks}. Register the method with dispatch_mode="
+                "verl_like.make_nd_compute_dataproto_dispatch_fn('train')."
             )
 
         real = data.num_real_rows

@@ -80,3 +80,18 @@ def test_comments_are_wrapped_at_100_columns() -> None:
     last = lines.index("      loss_mode: vanilla")
     assert last - first > 2
     assert all(line.startswith("      # ") for line in lines[first:last])
+
+
+def test_all_keys_include_those_of_nested_sections_with_their_meanings() -> None:
+    PPO.load_registries()
+    fsdp = "actor_rollout_ref.actor.fsdp_config"
+    tree = compose_tree(known_settings([f"{fsdp}.param_offload=true"], PPO), PPO)
+    text = annotated_yaml(tree, PPO.schema, meanings=True)
+    assert yaml.safe_load(text) == OmegaConf.to_container(tree)
+    lines = [line.strip() for line in text.splitlines()]
+    for key in leaf_keys(PPO.schema):
+        for option in leaf_keys(key.rules.options) if key.rules.options else ():
+            assert [line for line in lines if re.match(rf"(# )?'?{option.leaf}'?:", line)]
+    for line in ("param_offload: true", "# param_offload: null", "# memory_gib: "):
+        place = next(place for place, text in enumerate(lines) if text.startswith(line))
+        assert re.match("# [A-Z]", lines[place - 1]), lines[place - 1]

@@ -120,7 +120,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 ADAPTER = "actor"
 """vLLM's name of the LoRA adapter."""
-EXTENSION = "workers.rollout.vllm.worker.WorkerExtension"
+EXTENSION = "verl_like.extend.WorkerExtension"
 """The class that vLLM mixes into its workers."""
 
 
