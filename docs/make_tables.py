@@ -48,6 +48,7 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT
 from trainer.tools.migrate.flags import FlagRow, Table, read_table
+from trainer.tools.report.figures import METRICS_FILE
 from workers.columns import COLUMNS
 from workers.config import KL_ESTIMATORS as KL_NAMES
 from workers.config import LOSS_AGG_MODES, RewardConfig
@@ -377,11 +378,11 @@ def command_list() -> str:
 
 
 def metric_lists() -> str:
-    """Return a list for every group of metrics in `data/metrics.yaml`.
+    """Return a list for every group of metrics in the report's `metrics.yaml`.
 
     A unit that the meaning contains is left out.
     """
-    groups = yaml.safe_load((DOCS / "data" / "metrics.yaml").read_text(encoding="utf-8"))
+    groups = yaml.safe_load(METRICS_FILE.read_text(encoding="utf-8"))
     parts = []
     for title, metrics in groups.items():
         rows = [
@@ -415,13 +416,12 @@ def preset_card_list() -> str:
     for preset in PPO.preset_names("algorithm"):
         sources = preset_sources("algorithm", preset)
         to_set = left_to_the_user("algorithm", preset)
-        settings = {
-            name: f"{name}={'...' if name in to_set else _show(value).strip('`')}"
-            for name, value in preset_leaves("algorithm", preset).items()
-        }
-        width = max(map(len, settings.values()))
-        keys = [f"{text:<{width}}  {sources[name]}" for name, text in settings.items()]
-        parts.append(_card("algorithm", preset, ["\n".join(["```text", *keys, "```"])]))
+        keys = []
+        for name, value in preset_leaves("algorithm", preset).items():
+            shown = "..." if name in to_set else _show(value).strip("`")
+            short = name.removeprefix("actor_rollout_ref.")
+            keys.append(f"- `{short}={shown}`: {sources[name]}")
+        parts.append(_card("algorithm", preset, ["\n".join(keys)]))
     return "\n\n".join(parts)
 
 

@@ -109,3 +109,21 @@ def test_the_code_writes_the_metrics_that_a_page_names(page: str) -> None:
     named = set(re.findall(r"`(?:actor|reward|training)/(\w+)`", text))
     assert len(named) >= 5
     assert [name for name in named if name not in code] == []
+
+
+WIDEST = 82
+"""Columns of a block that the site shows without a scroll bar."""
+WIDER = ("models.md", "my_curves_differ.md", "rented_machines.md")
+TABLE_OF_PLAN = re.compile(r"   s/step |\d  [\d.]+ ")
+
+
+def test_no_block_is_wider_than_the_site_shows() -> None:
+    wide = [
+        f"{page.name}: {line}"
+        for page in (ROOT / "docs").glob("*.md")
+        if page.name not in WIDER
+        for block in re.findall(r"^```.*?\n(.*?)^```", page.read_text("utf-8"), re.M | re.S)
+        for line in block.splitlines()
+        if len(line) > WIDEST and not TABLE_OF_PLAN.match(line)
+    ]
+    assert wide == []

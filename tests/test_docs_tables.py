@@ -50,7 +50,9 @@ def test_the_keys_that_are_usually_set_exist_on_their_page() -> None:
 
 def test_every_metric_of_the_code_has_a_meaning() -> None:
     """Names that the code writes as one literal; families such as `reward/<name>` are patterns."""
-    groups = yaml.safe_load((ROOT / "docs/data/metrics.yaml").read_text(encoding="utf-8"))
+    groups = yaml.safe_load(
+        (ROOT / "trainer/tools/report/metrics.yaml").read_text(encoding="utf-8")
+    )
     known = [name for metrics in groups.values() for name in metrics]
     code = [path for room in ("trainer", "workers") for path in (ROOT / room).rglob("*.py")]
     names = {name for path in code for name in NAMES.findall(path.read_text(encoding="utf-8"))}

@@ -14,6 +14,7 @@ before a run
   make-tiny DIR                 write a tiny model and data for experiments
 after a run
   report RUN_DIR                write RUN_DIR/report.html again
+  watch RUN_DIR                 follow a run in progress in a browser
   compare RUN RUN ...           compare runs: settings, curves, times
   bisect A B                    find where two runs part, and why
   replay RUN --step K           repeat a step of a run, to compare or debug
@@ -49,7 +50,7 @@ RECIPES = {
 """Commands that run a recipe."""
 OTHERS = """
     check plan check-environment check-loss doctor make-tiny serve serve-reward
-    migrate report compare bisect replay eval chat export
+    migrate report watch compare bisect replay eval chat export
 """.split()
 """The other commands, each with a module of its name in this folder."""
 COMMANDS = RECIPES | {name: f"trainer.cli.{name.replace('-', '_')}.main" for name in OTHERS}

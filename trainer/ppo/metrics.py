@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,12 +35,16 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     answered = response_length > 0
     returns = columns["returns"][mask].double()
 
+    scores = columns["token_level_scores"].sum(dim=-1)
     metrics = {
-        **_extremes("critic/score", columns["token_level_scores"].sum(dim=-1)[answered]),
+        **_extremes("critic/score", scores[answered]),
         **_extremes("critic/rewards", columns["token_level_rewards"].sum(dim=-1)[answered]),
         **_extremes("critic/advantages", columns["advantages"][mask]),
         **_extremes("critic/returns", returns),
     }
+    if "uid" in batch.non_tensor_batch:
+        uids = np.asarray(batch.non_tensor_batch["uid"], dtype=str)[answered.cpu().numpy()]
+        metrics |= _standard_error("critic/score/standard_error", scores[answered], uids)
     if use_critic:
         values = columns["values"][mask].double()
         metrics |= _extremes("critic/values", values)
@@ -98,6 +103,19 @@ def speed(trainer: Any, batch: DataProto) -> dict[str, float]:
         "training/epoch": trainer.loader.epoch,
         **compute_timing_metrics(batch, timings),
     }
+
+
+def _standard_error(name: str, scores: Tensor, uids: np.ndarray) -> dict[str, float]:
+    """Return the standard error of the mean score, over the means of the prompts' samples.
+
+    The samples of a prompt are not independent, so they count as one.
+    """
+    _, prompts = np.unique(uids, return_inverse=True)
+    count = np.bincount(prompts)
+    if len(count) < 2:
+        return {}
+    means = np.bincount(prompts, weights=scores.double().cpu().numpy()) / count
+    return {name: float(means.std(ddof=1) / len(count) ** 0.5)}
 
 
 def _entropy(batch: DataProto, mask: Tensor) -> dict[str, float]:

@@ -3,6 +3,7 @@
 <run folder>/
   run.lock           the owner of the folder, while it runs (trainer.run_folder.lock)
   config.yaml        the configuration, resolved            (`open_run_folder`)
+  changes.jsonl      keys that a resumed run changed        (`open_run_folder`)
   starts.jsonl       commands, hosts, package versions      (`note_start`)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
   placement.txt      the roles of every node                (trainer.groups.worker_groups)
@@ -58,7 +59,7 @@ from verl_like.files import (
 from verl_like.masking import mask_text, masked
 from workers.training.manifest import MANIFEST, MARKER, reject_missing
 
-CONFIG_FILE = "config.yaml"
+CONFIG_FILE, CHANGES_FILE = "config.yaml", "changes.jsonl"
 PACKAGES = (
     "verl-like",
     "torch",
@@ -126,6 +127,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
     try:
         make_private(folder)
         lock.take()
+        _note_changes(folder, config)
         tree = in_yaml(masked(asdict(config)))
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
@@ -133,6 +135,21 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
             f"trainer.default_local_dir={folder} is not writable ({err}). Choose another folder."
         ) from err
     return folder
+
+
+def _note_changes(folder: Path, config: RunConfig) -> None:
+    """Add a line to `changes.jsonl` if a resumed run changes keys: the step, and the values."""
+    if config.trainer.resume_mode == "disable" or not (folder / CONFIG_FILE).is_file():
+        (folder / CHANGES_FILE).unlink(missing_ok=True)
+        return
+    before, now = saved_config(folder), flatten(masked(asdict(config)))
+    keys = {
+        key: [before[key], now[key]] for key in before if before[key] != now.get(key, before[key])
+    }
+    step = max(committed(folder), default=0)
+    if keys and step:
+        with (folder / CHANGES_FILE).open("a", encoding="utf-8") as file:
+            file.write(json_line({"step": step, "keys": keys}))
 
 
 def _reject_other_run(folder: Path, config: RunConfig) -> None:

@@ -113,3 +113,19 @@ def test_without_entropies_the_metric_is_the_surprise_of_sampled_tokens(batch):
     assert compute_data_metrics(batch)["actor/entropy"] == pytest.approx(surprise)
     batch.batch["entropys"] = torch.full((3, 4), 0.5)
     assert compute_data_metrics(batch)["actor/entropy"] == 0.5
+
+
+def test_the_standard_error_of_the_score_counts_a_prompt_once():
+    scores = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 9.0])
+    batch = DataProto.from_dict(
+        tensors={
+            "attention_mask": torch.tensor([[1, 1]] * 5 + [[1, 0]]),
+            "response_mask": torch.tensor([[1]] * 5 + [[0]]),
+            "responses": torch.ones(6, 1, dtype=torch.int64),
+            **{name: scores[:, None] for name in ("token_level_scores", "token_level_rewards")},
+            **{name: torch.zeros(6, 1) for name in ("advantages", "returns")},
+        },
+        non_tensors={"uid": np.array(["a", "a", "b", "b", "c", "c"], dtype=object)},
+    )
+    error = compute_data_metrics(batch, use_critic=False)["critic/score/standard_error"]
+    assert error == pytest.approx(np.std([0.5, 1.0, 0.0], ddof=1) / 3**0.5)

@@ -20,6 +20,7 @@ from trainer.run_folder.folder import (
 )
 from trainer.tools.report.page import close_run
 from verl_like import masking
+from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.masking import MASK
 
@@ -94,3 +95,17 @@ def test_starts_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert second["command"] == "verl-like ppo a=3"
     assert torch.__version__.startswith(first["versions"]["torch"].partition("+")[0])
     assert first["host"]
+
+
+def test_a_resumed_run_notes_the_keys_that_it_changed(config: PPOConfig) -> None:
+    folder = opened(config)
+    checkpoint = folder / "global_step_4"
+    checkpoint.mkdir()
+    (checkpoint / "commit.json").write_text("{}")
+    assert opened(config) == folder
+    assert not (folder / "changes.jsonl").exists()
+    opened(changed(config, {"trainer.save_freq": 7}))
+    [change] = lines(folder, "changes.jsonl")
+    assert change == {"step": 4, "keys": {"trainer.save_freq": [-1, 7]}}
+    opened(changed(config, {"trainer.resume_mode": "disable"}))
+    assert not (folder / "changes.jsonl").exists()

@@ -44,6 +44,7 @@ SMOOTHED_FROM, WINDOWS = 300, 50
 """The number of points from which a curve gets a running mean, and its number of windows."""
 STYLE = Path(__file__).with_name("figures.mplstyle")
 PANELS_FILE = Path(__file__).with_name("panels.yaml")
+METRICS_FILE = Path(__file__).with_name("metrics.yaml")
 
 
 class Panel(NamedTuple):
@@ -76,6 +77,22 @@ def known_panels() -> list[Panel]:
     return [Panel(**fields) for fields in yaml.safe_load(PANELS_FILE.read_text(encoding="utf-8"))]
 
 
+@functools.cache
+def meanings() -> dict[str, tuple[str, str]]:
+    """Return metric, or pattern of metrics -> unit and meaning."""
+    import yaml
+
+    groups = yaml.safe_load(METRICS_FILE.read_text(encoding="utf-8"))
+    return {name: tuple(row) for rows in groups.values() for name, row in rows.items()}
+
+
+def meaning_of(metric: str) -> tuple[str, str]:
+    """Return unit and meaning of a metric; empty texts if none is known."""
+    known = meanings()
+    matching = (row for name, row in known.items() if fnmatchcase(metric, name))
+    return known.get(metric) or next(matching, ("", ""))
+
+
 def panels_of(metrics: MetricLines) -> list[Panel]:
     """Return PPO's figures, or for a run of another recipe figures of its first metrics."""
     known = metric_names(metrics)
@@ -104,8 +121,8 @@ def styled(draw: Callable[P, str]) -> Callable[P, str]:
 
 
 @styled
-def curves(metrics: MetricLines, panel: Panel) -> str:
-    """Return a panel as SVG, or "" if there is nothing to draw."""
+def curves(metrics: MetricLines, panel: Panel, marks: Sequence[float] = ()) -> str:
+    """Return a panel as SVG, with vertical lines at `marks`, or "" if there is nothing to draw."""
     known = metric_names(metrics)
     names = panel.names_among(known)
     if panel.leaves_out_zero:
@@ -121,9 +138,10 @@ def curves(metrics: MetricLines, panel: Panel) -> str:
     edges = {"bottom": 0.42 / height, "top": 1 - (0.1 + 0.17 * lines) / height}
     figure = new_figure(4.4, height, {"left": 0.16, "right": 0.98, **edges})
     axes = figure.add_subplot()
-    if panel.band and f"{panel.band}/min" in known:
-        low, high = (_thin(*series(metrics, f"{panel.band}/{end}")) for end in ("min", "max"))
-        axes.fill_between(low[0], low[1], high[1], color=COLORS[0], alpha=0.12, linewidth=0)
+    if panel.band:
+        axes.fill_between(*_band(metrics, panel.band), color=COLORS[0], alpha=0.15, linewidth=0)
+    for mark in marks:
+        axes.axvline(mark, color="#888888", linewidth=1.0, linestyle=":")
 
     drawn: list[Any] = []
     for name, color in zip(names, COLORS, strict=False):
@@ -148,6 +166,19 @@ def curves(metrics: MetricLines, panel: Panel) -> str:
     # next to the exponent of the numbers, which is at the axes' corner
     axes.legend(**{**ABOVE, "bbox_to_anchor": (0.1, 1)}, ncols=columns)
     return as_svg(figure, f"{panel.title} by step: {', '.join(names)}")
+
+
+def _band(metrics: MetricLines, name: str) -> tuple[list[float], list[float], list[float]]:
+    """Return steps, lower and upper end: one standard error around the mean, or the extremes."""
+    ends = ("mean", "standard_error")
+    errors = [line for line in metrics if all(f"{name}/{end}" in line for end in ends)]
+    if errors:
+        steps, means = _thin(*series(errors, f"{name}/mean"))
+        _, around = _thin(*series(errors, f"{name}/standard_error"))
+        low = [mean - error for mean, error in zip(means, around, strict=True)]
+        return steps, low, [mean + error for mean, error in zip(means, around, strict=True)]
+    steps, low = _thin(*series(metrics, f"{name}/min"))
+    return steps, low, _thin(*series(metrics, f"{name}/max"))[1]
 
 
 class Bar(NamedTuple):

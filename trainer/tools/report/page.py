@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.run_folder.accounts import describe_tokens, seconds_by_role, tokens_of
 from trainer.run_folder.folder import REPORT_FILE
-from trainer.run_folder.metrics import SAMPLED
+from trainer.run_folder.metrics import SAMPLED, is_number, metric_names
 from trainer.tools.report import figures as report_figures
 from trainer.tools.report.calls import last_steps, overlap_share, without_pauses
 from trainer.tools.report.read import (
@@ -25,7 +26,7 @@ from trainer.tools.report.read import (
     phase_shares,
     read_run,
 )
-from trainer.tools.report.summary import summary
+from trainer.tools.report.summary import WATCHED, summary
 from trainer.tools.report.trajectories import (
     LONGEST_TURN,
     MOST_TURNS,
@@ -82,11 +83,16 @@ def write_report(folder: str | Path) -> Path:
     return _write(read_run(folder))
 
 
-def _write(data: RunData) -> Path:
-    page = page_of(TEMPLATE).render(_content(data))
-    path = data.folder / REPORT_FILE
+def report_html(data: RunData, refresh_s: float | None = None) -> bytes:
+    """Return the page, which loads itself again every `refresh_s` seconds."""
+    page = page_of(TEMPLATE).render(_content(data, refresh_s))
     # a sample's lone surrogate has no UTF-8 form, so it is escaped
-    write_whole(path, page.encode(errors="backslashreplace"), to_disk=False)
+    return page.encode(errors="backslashreplace")
+
+
+def _write(data: RunData) -> Path:
+    path = data.folder / REPORT_FILE
+    write_whole(path, report_html(data), to_disk=False)
     return path
 
 
@@ -99,12 +105,16 @@ def page_of(template: Path) -> Template:
     return environment.from_string(template.read_text(encoding="utf-8"))
 
 
-def _content(data: RunData) -> dict[str, Any]:
+def _content(data: RunData, refresh_s: float | None = None) -> dict[str, Any]:
     """Return the template's values."""
     from markupsafe import Markup
 
     panels = report_figures.panels_of(data.metrics)
-    drawn = [(panel, report_figures.curves(data.metrics, panel)) for panel in panels]
+    marks = [change.step + 0.5 for change in data.changes]
+    drawn = [(panel, report_figures.curves(data.metrics, panel, marks)) for panel in panels]
+    known = metric_names(data.metrics)
+    shown = {panel.title: panel.names_among(known) for panel, svg in drawn if svg}
+    named = dict.fromkeys(name for names in shown.values() for name in names)
     calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
     phases = phase_shares(data.metrics, data.stages)
 
@@ -114,6 +124,11 @@ def _content(data: RunData) -> dict[str, Any]:
         "failure": data.failure,
         "notes": data.notes,
         "panels": [(panel, Markup(svg)) for panel, svg in drawn if svg],
+        "metrics_of": shown,
+        "meanings": [(name, *report_figures.meaning_of(name)) for name in named],
+        "changes": data.changes,
+        "compared": data.compared,
+        "refresh_s": refresh_s,
         "missing": [panel.title for panel, svg in drawn if not svg and not panel.only_if_there],
         "gantt": Markup(report_figures.timeline(calls, cuts)) if calls else "",
         "gantt_steps": len({call.step for call in calls}),
@@ -146,9 +161,25 @@ def _steps(data: RunData) -> str:
     return f"{len(steps)} ({min(steps):.0f} to {max(steps):.0f})"
 
 
+def reached_target(data: RunData) -> str:
+    """Return the target of `trainer.stop_at` that was reached, such as "reached reward 0.75"."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        targets = (yaml.safe_load(data.config) or {})["trainer"]["stop_at"]
+    except (yaml.YAMLError, KeyError, TypeError):
+        return ""
+    last = data.metrics[-1] if data.metrics else {}
+    for name, target in targets.items():
+        if is_number(target) and last.get(name, -math.inf) >= target:
+            words = {metric: word for word, metrics in WATCHED.items() for metric in metrics}
+            return f"reached {words.get(name, name)} {target:g}"
+    return ""
+
+
 def _overview(data: RunData) -> list[tuple[str, str]]:
     """Return the lines of the summary at the top: (name, value)."""
-    outcome = "failed" if data.failure else "no failure"
+    outcome = "failed" if data.failure else reached_target(data) or "no failure"
     if data.failure.startswith(STOPPED):
         outcome = "stopped"
     entries = [("outcome", outcome), ("steps", _steps(data))]

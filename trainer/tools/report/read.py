@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from trainer.run_folder.accounts import read_ledger
+from trainer.run_folder.folder import CHANGES_FILE
 from trainer.run_folder.metrics import (
     MetricLines,
     is_number,
@@ -33,7 +34,7 @@ FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
 """Beginning of the failure text of a run that was stopped by a signal."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
-SHOWN_STARTS = 5
+SHOWN_STARTS, COMPARED_PROMPTS = 5, 6
 WRITTEN_FIELDS = (
     "step", "uid", "sample", "data_source", "input", "output", "gts", "score", "turns", "ended",
     "problem", "columns", "images",
@@ -69,6 +70,15 @@ class RunStart:
 
 
 @dataclass(frozen=True)
+class ConfigChange:
+    """The keys that a resumed run changed, after a step."""
+
+    step: int
+    keys: Mapping[str, Sequence[Any]]
+    """Key -> its value before and after."""
+
+
+@dataclass(frozen=True)
 class RunData:
     """All data of the report; `notes` lists what could not be read."""
 
@@ -88,6 +98,9 @@ class RunData:
     starts: Sequence[RunStart] = ()
     config: str = ""
     """The text of `config.yaml`."""
+    changes: Sequence[ConfigChange] = ()
+    compared: Sequence[tuple[ShownSample, ShownSample]] = ()
+    """The first and the last sample of the same prompts."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Return (steps, values) of a metric, from the lines that have it."""
@@ -120,6 +133,11 @@ def read_run(folder: str | Path) -> RunData:
         validated=_read_samples(folder / "validation", notes),
         starts=_read_starts(folder / "starts.jsonl", notes),
         config=_read_text(folder / "config.yaml"),
+        changes=[
+            ConfigChange(int(row["step"]), row["keys"])
+            for row in json_objects(folder / CHANGES_FILE)[0]
+        ],
+        compared=_first_and_last(folder, notes),
         failure=_read_text(folder / FAILURE_FILE),
         notes=notes,
         ledger=read_ledger(folder, notes),
@@ -156,19 +174,44 @@ def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
         rows.sort(key=_score_of, reverse=True)
         has_turns = any("turns" in row for row in rows)
         for row in spread(rows, TRAJECTORIES_PER_STEP if has_turns else SAMPLES_PER_STEP):
-            samples.append(
-                ShownSample(
-                    step=int(path.stem),
-                    score=_score_of(row),
-                    prompt=_shorten(row.get("input", "")),
-                    response=_shorten(row.get("output", "")),
-                    truth=_shorten(_truth(row)),
-                    parts=_shorten(", ".join(_parts(row))),
-                    trajectory=trajectory_of(row) if has_turns else None,
-                    images=thumbnails.of(row["images"]) if "images" in row else (),
-                )
-            )
+            trajectory = trajectory_of(row) if has_turns else None
+            images = thumbnails.of(row["images"]) if "images" in row else ()
+            sample = _shown(row, int(path.stem))
+            samples.append(replace(sample, trajectory=trajectory, images=images))
     return samples
+
+
+def _first_and_last(folder: Path, notes: list[str]) -> list[tuple[ShownSample, ShownSample]]:
+    """Return the first and the last sample of prompts that were sampled twice, if there are any.
+
+    The samples are those of the first and the last validation, or of the first and the last step.
+    """
+    for name in ("validation", "rollouts"):
+        files = _sample_files(folder / name)
+        if len(files) < 2:
+            continue
+        first, last = (
+            {str(row.get("input", "")): row for row in read_lines(path, notes)}
+            for path in (files[0], files[-1])
+        )
+        both = [prompt for prompt in first if prompt in last]
+        shown = spread(both, COMPARED_PROMPTS)
+        if shown:
+            steps = int(files[0].stem), int(files[-1].stem)
+            return [(_shown(first[p], steps[0]), _shown(last[p], steps[1])) for p in shown]
+    return []
+
+
+def _shown(row: Mapping[str, Any], step: int) -> ShownSample:
+    """Return a sample without its turns and images."""
+    return ShownSample(
+        step=step,
+        score=_score_of(row),
+        prompt=_shorten(row.get("input", "")),
+        response=_shorten(row.get("output", "")),
+        truth=_shorten(_truth(row)),
+        parts=_shorten(", ".join(_parts(row))),
+    )
 
 
 def _score_of(row: Mapping[str, Any]) -> float:

@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 
 from tests.conftest import draw_figures
-from tests.trainer.tools.report.report_runs import make_run
+from tests.trainer.tools.report.report_runs import make_run, metrics_of
 from trainer.tools.report.calls import last_steps, overlap_share, pools_at_work
-from trainer.tools.report.figures import WINDOWS, curves, known_panels, panels_of, running_mean
+from trainer.tools.report.figures import (
+    WINDOWS,
+    _band,
+    curves,
+    known_panels,
+    panels_of,
+    running_mean,
+)
 from trainer.tools.report.page import close_run, write_report
 from trainer.tools.report.read import phase_shares, read_run
 from verl_like.errors import ConfigError
@@ -205,3 +212,57 @@ def test_a_run_whose_metrics_are_all_nan_has_a_report(figures: None, tmp_path: P
         row |= {name: float("nan") for name in row if name != "step"}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "no failure" in page_of(tmp_path)
+
+
+def test_the_outcome_names_the_target_that_was_reached(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 3)
+    reward = metrics_of(3)["critic/score/mean"]
+    for target, outcome in (
+        (reward - 0.01, f"reached reward {reward - 0.01:g}"),
+        (9, "no failure"),
+    ):
+        config = f"trainer: {{stop_at: {{critic/score/mean: {target}}}}}\n"
+        (folder / "config.yaml").write_text(config)
+        assert f'<span class="soft">outcome</span><b>{outcome}</b>' in page_of(folder)
+
+
+def test_every_metric_of_a_curve_leads_to_its_meaning(page: str) -> None:
+    links = re.findall(r'<a href="#([^"]+)">\1</a>', page)
+    assert {"critic/score/mean", "actor/pg_clipfrac"} <= {*links}
+    assert {*links} == {*re.findall(r'<dt id="([^"]+)">', page)}
+    assert "Above 0.2" not in page
+    assert "Limit: 0.2" in page
+
+
+def test_a_change_of_the_configuration_is_marked(tmp_path: Path, figures: None) -> None:
+    folder = make_run(tmp_path / "run", 6)
+    change = {"step": 4, "keys": {"trainer.save_freq": [-1, 7]}}
+    (folder / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    text = page_of(folder)
+    assert "After step 4, the run was resumed with trainer.save_freq=7 (was -1)." in text
+    metrics, panel = read_run(folder).metrics, known_panels()[0]
+    lines = [len(re.findall('id="line2d_', curves(metrics, panel, marks))) for marks in ([], [4.5])]
+    assert lines[1] == lines[0] + 1
+
+
+def test_the_first_and_the_last_sample_of_a_prompt_are_next_to_each_other(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", 3)
+    for step, response in ((1, "bb"), (3, "aa")):
+        rows = [{"input": f"say {x}", "output": f"{response}{x}", "score": step} for x in "abc"]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "rollouts" / f"{step}.jsonl").write_text(text)
+    compared = read_run(folder).compared
+    assert [(first.prompt, first.response, last.response) for first, last in compared] == [
+        (f"say {x}", f"bb{x}", f"aa{x}") for x in "abc"
+    ]
+    assert '<table id="compared">' in page_of(folder)
+
+
+def test_the_band_is_one_standard_error_where_it_is_known() -> None:
+    lines = [
+        {"step": step, "critic/score/mean": 1.0, "critic/score/min": 0.0, "critic/score/max": 2.0}
+        for step in (1, 2)
+    ]
+    assert _band(lines, "critic/score")[1:] == ([0.0, 0.0], [2.0, 2.0])
+    lines = [line | {"critic/score/standard_error": 0.25} for line in lines]
+    assert _band(lines, "critic/score") == ([1, 2], [0.75, 0.75], [1.25, 1.25])
