@@ -3,9 +3,11 @@
     python docs/make_curves.py                 all: presets, estimators, policy losses
     python docs/make_curves.py --missing       those that have no curve yet
     python docs/make_curves.py --only NAME …   those of these names
+    python docs/make_curves.py --only          none: draw the picture again
 
 A run is the command `verl-like ppo` in this process, with the settings of the algorithm's card and
-`TINY`. Scores go to `docs/data/curves.json` and the curves to `docs/images/curves.png`.
+`TINY`. Scores go to `docs/data/curves.json`, and the curves of the presets to
+`docs/images/curves.svg`, in gray and blue that can be read on a light and on a dark page.
 """
 
 from __future__ import annotations
@@ -17,9 +19,7 @@ import io
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 from cards import (
@@ -33,9 +33,9 @@ from trainer.ppo.recipe import PPO
 
 DOCS = Path(__file__).resolve().parent
 DATA = DOCS / "data" / "curves.json"
-ALL_IN_ONE = DOCS / "images" / "curves.png"
+PICTURE = DOCS / "images" / "curves.svg"
 
-NUM_STEPS = 20
+NUM_STEPS, NUM_COLUMNS = 20, 6
 LEAST_RISE = 0.02
 """By so much the last five steps' mean score is above that of the first five at least."""
 KL_COEF = "algorithm.kl_ctrl.kl_coef"
@@ -59,7 +59,7 @@ TINY = {
 The task wants responses of full length, so that none of them is punished as overlong.
 """
 KINDS = {"algorithm": "Preset", "estimator": "Estimator", "policy_loss": "Policy loss"}
-"""Kind of an algorithm -> its word in the pictures."""
+"""Kind of an algorithm -> its word on the console."""
 
 
 def runs() -> dict[tuple[str, str], list[str]]:
@@ -124,44 +124,30 @@ def write_scores(scores: dict[str, list[float]]) -> None:
     DATA.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
-def draw_all(names: list[tuple[str, str]], scores: dict[str, list[float]]) -> None:
-    """A small panel for each, on the same axes."""
-    num_columns = 7
-    num_rows = -(-len(names) // num_columns)
-    with figure(ALL_IN_ONE, (11.5, 1.2 * num_rows), dpi=95) as drawn:
-        panels = drawn.subplots(num_rows, num_columns, sharex=True, sharey=True).ravel()
-        for panel in panels:
-            panel.set_axis_off()
-        for panel, (kind, name) in zip(panels, names, strict=False):
-            panel.set_axis_on()
-            _curve(panel, scores[id_of(kind, name)], scores)
-            panel.set_title(f"{name}\n{KINDS[kind].lower()}", fontsize=6, pad=2)
-
-
-def _curve(axes: Any, own: list[float], scores: dict[str, list[float]]) -> None:
-    axes.plot(range(1, NUM_STEPS + 1), own, color="#1f5fbf", linewidth=1.6)
-    highest = max(max(curve) for curve in scores.values())
-    lowest = min(min(curve) for curve in scores.values())
-    axes.set_ylim(lowest - 0.02, highest + 0.02)
-    axes.set_xticks([1, NUM_STEPS // 2, NUM_STEPS])
-    axes.tick_params(labelsize=6.5)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-@contextlib.contextmanager
-def figure(path: Path, inches: tuple[float, float], dpi: int) -> Iterator[Any]:
-    """A figure that becomes a PNG of few colors, and so of few bytes."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def draw(scores: dict[str, list[float]]) -> None:
+    """Draw a small panel for each preset, on the same axes."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
-    from PIL import Image
 
-    drawn = Figure(figsize=inches, dpi=dpi, layout="constrained")
-    yield drawn
-    buffer = io.BytesIO()
-    FigureCanvasAgg(drawn).print_png(buffer)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.open(buffer).convert("RGB").quantize(16).save(path, optimize=True)
+    names = [name for kind, name in runs() if kind == "algorithm"]
+    gray = ("text.color", "axes.edgecolor", "xtick.color", "ytick.color")
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "curves"}
+    with rc_context(settings | dict.fromkeys(gray, "#808080")):
+        figure = Figure(figsize=(9.5, 1.25 * -(-len(names) // NUM_COLUMNS)), layout="constrained")
+        shape = {"nrows": -(-len(names) // NUM_COLUMNS), "ncols": NUM_COLUMNS}
+        panels = figure.subplots(**shape, sharex=True, sharey=True).ravel()
+        for panel in panels[len(names) :]:
+            panel.set_axis_off()
+        for panel, name in zip(panels, names, strict=False):
+            curve = scores[id_of("algorithm", name)]
+            panel.plot(range(1, NUM_STEPS + 1), curve, color="#3d85d9", linewidth=1.6)
+            panel.set_title(name, fontsize=7.5, pad=2)
+            panel.set_facecolor("none")
+            panel.set_xticks([1, NUM_STEPS])
+            panel.tick_params(labelsize=6.5)
+            panel.spines[["top", "right"]].set_visible(False)
+        PICTURE.parent.mkdir(exist_ok=True)
+        figure.savefig(PICTURE, transparent=True, metadata={"Date": None})
 
 
 def make_tiny(folder: Path) -> Path:
@@ -181,7 +167,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of algorithms or presets")
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of algorithms or presets")
     parser.add_argument("--missing", action="store_true", help="those that have no curve yet")
     arguments = parser.parse_args()
 
@@ -195,7 +181,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tiny = make_tiny(Path(folder) / "tiny")
         for (kind, name), settings in every.items():
-            is_left_out = arguments.only and name not in arguments.only
+            is_left_out = arguments.only is not None and name not in arguments.only
             is_there = arguments.missing and id_of(kind, name) in scores
             if is_left_out or is_there:
                 continue
@@ -206,8 +192,7 @@ def main() -> None:
             first, last = first_and_last(curve)
             print(f"{KINDS[kind]} {name}: {first:.3f} -> {last:.3f}", flush=True)
 
-    drawn = [which for which in every if id_of(*which) in scores]
-    draw_all(drawn, scores)
+    draw(scores)
 
 
 if __name__ == "__main__":

@@ -22,8 +22,6 @@ from workers.losses.registry import POLICY_LOSSES, traits_of
 DOCS = load("docs/cards.py")
 CARDS = [*DOCS.estimator_cards(), *DOCS.policy_loss_cards()]
 CURVES = load("docs/make_curves.py")
-LARGEST_PICTURE = 40_000
-"""Bytes."""
 
 
 def names_of(cards: list[Any]) -> set[str]:
@@ -93,8 +91,7 @@ def test_an_algorithm_has_a_curve_that_rises(kind: str, name: str) -> None:
     assert last > first + CURVES.LEAST_RISE
 
 
-def test_the_picture_is_small_and_every_curve_has_an_algorithm() -> None:
-    assert CURVES.ALL_IN_ONE.stat().st_size < LARGEST_PICTURE
+def test_every_curve_has_an_algorithm() -> None:
     known = {CURVES.id_of(*which) for which in CURVES.runs()}
     assert set(CURVES.read_scores()) == known
 
