@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from workers.rollout.vllm.setup import NOT_RUN
+
 RESULTS = Path(__file__).resolve().parent / "data" / "models.json"
 NOT_CHAT_MODELS = (
     "bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert "
@@ -24,22 +26,6 @@ IMAGES = {
 """Families of `tests/workers/models/vision.py` -> the layout of their rows with images."""
 VLLM = dict.fromkeys(("gemma4", "llama4"), "yes")
 """Other models that vLLM's tests run, in `tests/workers/rollout/vllm/test_images.py`."""
-NOT_IN_VLLM = {
-    "has no such class": "codegen diffllama gpt_neo gpt_neox_japanese mpt openai-gpt rwkv xglm",
-    "has no such attention on CPUs": "axk2 deepseek_v32 glm_moe_dsa mistral4",
-    "reads fields that transformers' configuration lacks": (
-        "afmoe glm4v_moe hy_v3 longcat_flash mimo_v2_flash minimax_m2 minimax_m3_vl"
-    ),
-    "ends with an error": (
-        "aria_text ctrl dbrx deepseek_v4 gemma4_unified glm4v gpt_oss inkling_text laguna "
-        "minimax_m3_vl_text modernbert-decoder muse_glimmer phimoe qianfan_ocr qwen3_vl_moe "
-        "recurrent_gemma xlstm"
-    ),
-    "needs a processor, tokenizer, package or release of transformers that is missing here": (
-        "cosmos3_omni fuyu glm_ocr glmga inkling_mm_model pp_chart2table qwen4_exp_text"
-    ),
-}
-"""Reason for which vLLM 0.32 does not run a small model -> model types that start here."""
 Outcome = Sequence[str]
 """Rows, gradient checkpointing, native decoding, export, whether runs start, and vLLM.
 
@@ -77,13 +63,13 @@ def model_table() -> str:
         else:
             assert export == "yes", f"{case}: the page says so"
             images = IMAGES.get(case, "not tried")
-            vllm = outcome[5] if len(outcome) > 5 else VLLM.get(case, "not tried")
+            vllm = outcome[5] if len(outcome) > 5 else VLLM[case]
             cells = (starts, "yes", layout, NATIVE[native], vllm, images)
         rows.setdefault(cells, []).append(f"`{case}`")
     order = sorted(rows, key=lambda cells: ("yes not tried rejected".find(cells[0]), cells[1:]))
     lines = [f"| {' | '.join(cells)} | {', '.join(rows[cells])} |" for cells in order]
     return "\n".join(
-        [HEAD, *lines, "", _exceptions(shown), "", _not_in_vllm(shown), "", _not_tested(results)]
+        [HEAD, *lines, "", _exceptions(shown), "", _not_in_vllm(), "", _not_tested(results)]
     )
 
 
@@ -93,16 +79,13 @@ def _exceptions(shown: Mapping[str, Outcome]) -> str:
     return f"Gradient checkpointing is rejected for {', '.join(without)}."
 
 
-def _not_in_vllm(shown: Mapping[str, Outcome]) -> str:
+def _not_in_vllm() -> str:
     """Say why vLLM does not run small models that start."""
     reasons = [
-        f"{reason} ({', '.join(f'`{case}`' for case in cases.split())})"
-        for reason, cases in NOT_IN_VLLM.items()
+        f"{difference.reason} ({', '.join(f'`{case}`' for case in cases.split())})"
+        for cases, difference in NOT_RUN.items()
     ]
-    untried = {c for c, row in shown.items() if row[4:] == ["yes"]} - VLLM.keys()
-    named = {case for cases in NOT_IN_VLLM.values() for case in cases.split()}
-    assert untried == named, f"name a reason: {untried ^ named}"
-    return f"For models that start but are not tried in vLLM, it {', '.join(reasons)}."
+    return f"vLLM 0.32 does not run a model, because {'; or because '.join(reasons)}."
 
 
 def _not_tested(results: Mapping[str, Outcome | None]) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -219,19 +219,38 @@ class ExpectedWeights:
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference between vLLM's log-probs and those of transformers."""
+    """A reason for which vLLM computes other log-probs than transformers, or does not run."""
 
     reason: str
     way_out: str = "=hf"
     only_on_cpus: bool = False
     right_in: str = ""
     """The data type in which there is no difference."""
+    runs: bool = True
+    """False if vLLM ends with an error of its own."""
 
 
 UNSCALED_LOGITS = Difference("vLLM multiplies its logits by logit_scale, but transformers does not")
 UNKNOWN = Difference("their cause is not known")
 LFM2 = Difference("on CPUs, vLLM computes its layers in another way", only_on_cpus=True)
+NO_CLASS = Difference("it has no class that runs it", "=native or hf", runs=False)
+NO_WEIGHTS = replace(NO_CLASS, reason="it cannot load its weights in a weight sync")
+ON_CPUS = replace(NO_CLASS, reason="it has no such attention or experts on CPUs", only_on_cpus=True)
+NOT_TRIED = replace(ON_CPUS, reason="no small model of this type has started in it on CPUs")
+NOT_RUN = {
+    "aria_text codegen ctrl diffllama gpt_neo gpt_neox_japanese modernbert-decoder mpt openai-gpt "
+    "phimoe pp_chart2table recurrent_gemma rwkv xglm xlstm": NO_CLASS,
+    "dbrx laguna minimax_m2 qwen3_vl_moe": NO_WEIGHTS,
+    "inkling_text": replace(
+        NO_CLASS, reason="it needs a tokenizer, which rollout engines do not load"
+    ),
+    "axk2 deepseek_v32 glm_moe_dsa gpt_oss minimax_m3_vl_text mistral4": ON_CPUS,
+    "cosmos3_omni deepseek_v4 fuyu gemma4_unified glm4v_moe glm_ocr glmga inkling_mm_model "
+    "longcat_flash mimo_v2_flash minimax_m3_vl muse_glimmer qianfan_ocr qwen4_exp_text": NOT_TRIED,
+}
+"""Model types -> why vLLM does not run them, or only on GPUs."""
 DIFFERENCES = {
+    **{name: reason for names, reason in NOT_RUN.items() for name in names.split()},
     "apertus": Difference(
         "vLLM stores the factors of its activation xIELU in bfloat16",
         "=native",
@@ -260,22 +279,29 @@ DIFFERENCES = {
     ),
     "zaya": UNKNOWN,
 }
-"""Model type, or type of layers -> how vLLM computes it in another way."""
+"""Model type, or type of layers -> how vLLM computes it in another way, or why it does not."""
+NEEDED_FIELDS = {
+    "afmoe": "score_func",
+    "hy_v3": "expert_hidden_dim",
+    "longcat_flash": "mla_scale_q_lora",
+    "mimo_v2_flash": "hybrid_layer_pattern",
+}
+"""Model type -> a field of published models that vLLM reads, and that transformers does not."""
 
 COMPARED = frozenset(
     (
-        "arcee aria axk1 biogpt bitnet bloom cohere cohere2 cohere2_moe cosmos3_edge cwm "
-        "deepseek_v3 deepseek_vl deepseek_vl_hybrid dots1 ernie4_5 exaone4 exaone4_5 exaone_moe "
-        "falcon falcon_h1 flex_olmo gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text "
-        "gemma4_unified_text glm glm4 glm46v glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox "
-        "gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium "
-        "hunyuan_v1_dense hunyuan_v1_moe hyperclovax hyperclovax_vision_v2 idefics2 idefics3 "
-        "internvl jais2 janus kimi_k25 lighton_ocr llama llama4 llama4_text llava llava_next "
-        "llava_next_video llava_onevision mellum ministral ministral3 mistral mistral3 mixtral "
-        "mllama nanochat nemotron olmo olmo2 olmo3 olmoe opt ovis2 paddleocr_vl persimmon phi phi3 "
-        "phi4_multimodal qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl seed_oss "
-        "smollm3 smolvlm solar_open stablelm starcoder2 vaultgemma video_llama_3 video_llava "
-        "vipllava"
+        "afmoe arcee aria axk1 biogpt bitnet bloom cohere cohere2 cohere2_moe cosmos3_edge cwm "
+        "deepseek_v2 deepseek_v3 deepseek_vl deepseek_vl_hybrid dots1 ernie4_5 exaone4 exaone4_5 "
+        "exaone_moe falcon falcon_h1 flex_olmo gemma gemma2 gemma3 gemma3_text gemma4 gemma4_text "
+        "gemma4_unified_text glm glm4 glm46v glm4_moe glm4v got_ocr2 gpt-sw3 gpt2 gpt_bigcode "
+        "gpt_neox gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium "
+        "hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax hyperclovax_vision_v2 idefics2 "
+        "idefics3 internvl jais2 janus kimi_k25 lighton_ocr llama llama4 llama4_text llava "
+        "llava_next llava_next_video llava_onevision mellum ministral ministral3 mistral "
+        "mistral3 mixtral mllama nanochat nemotron olmo olmo2 olmo3 olmoe opt ovis2 "
+        "paddleocr_vl persimmon phi phi3 phi4_multimodal qwen2 qwen2_5_vl qwen2_moe qwen2_vl "
+        "qwen3 qwen3_moe qwen3_vl seed_oss smollm3 smolvlm solar_open stablelm starcoder2 "
+        "vaultgemma video_llama_3 video_llava vipllava"
     ).split()
 )
 """Model types whose tokens and log-probs in vLLM were compared with those of transformers.
@@ -290,21 +316,34 @@ def no_choices_of(model_path: str) -> Tensor:
 
 
 def check_model(model_path: str, reads_images: bool, device_type: str, dtype: str) -> None:
-    """Reject a model that vLLM starts, but whose log-probs it cannot compute here."""
+    """Reject a model that vLLM does not run here, or whose log-probs it computes differently."""
     config = read_hf_config(model_path)
     text = config.get_text_config()
     kinds = {config.model_type, *(getattr(text, "layer_types", None) or ())}
-    if hasattr(text, "kv_lora_rank") and text.rope_parameters["rope_type"] == "default":
+    rope = getattr(text, "rope_parameters", None) or {}
+    if hasattr(text, "kv_lora_rank") and rope.get("rope_type", "default") == "default":
         kinds.add("latent_attention")
     for kind in kinds & DIFFERENCES.keys():
         difference = DIFFERENCES[kind]
         if dtype == difference.right_in or (difference.only_on_cpus and device_type != "cpu"):
             continue
         better = f" {OURS['dtype']}={difference.right_in} or" if difference.right_in else ""
+        if difference.runs:
+            problem = (
+                f", {OURS['dtype']}={dtype}: the log-probs of model type {config.model_type!r} "
+                "would differ from the trainer's"
+            )
+        else:
+            problem = f": vLLM cannot run model type {config.model_type!r}"
         raise ConfigError(
-            f"{NAME}=vllm, {OURS['dtype']}={dtype}: the log-probs of model type "
-            f"{config.model_type!r} would differ from the trainer's, because {difference.reason}. "
+            f"{NAME}=vllm{problem}, because {difference.reason}. "
             f"Set{better} {NAME}{difference.way_out}."
+        )
+    needed = NEEDED_FIELDS.get(config.model_type)
+    if needed is not None and not hasattr(text, needed):
+        raise ConfigError(
+            f"{NAME}=vllm: vLLM reads the field {needed!r} of models of type {config.model_type!r},"
+            f" which {model_path}/config.json lacks. Add it, or set {NAME}=native or hf."
         )
     if config.model_type not in COMPARED:
         logger.warning(

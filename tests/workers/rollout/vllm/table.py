@@ -40,15 +40,26 @@ DEEPSEEK = LATENT | {
 }
 LFM2 = {"block_dim": 128, "block_ff_dim": 64, "conv_dim": 128, "conv_dim_out": 128}
 FIELDS: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "bloom": {"n_head": 2},
     "deepseek_v2": LATENT | {"rope_parameters": YARN, "n_group": 1, "topk_group": 1},
     "falcon": {"ffn_hidden_size": 512},
     "glm4_moe": {"head_dim": 32},
+    "glm4v": {
+        "attention_bias": True,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+            "mrope_section": [4, 2, 2],
+        },
+    },
     "glm4_moe_lite": LATENT | {"first_k_dense_replace": 1},
+    "hy_v3": {
+        **{"first_k_dense_replace": 1, "expert_hidden_dim": 128, "route_norm": True},
+        "qk_norm": True,
+    },
     "lfm2": LFM2,
     "lfm2_vl": LFM2,
     "llama4_text": {"attention_chunk_size": 128},
-    "qwen3_vl_moe": {"norm_topk_prob": True},
     **dict.fromkeys(("axk1", "deepseek_v3", "kimi_k25"), DEEPSEEK),
 }
 """Case -> fields of the text model that published ones have, and that vLLM needs."""

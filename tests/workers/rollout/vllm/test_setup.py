@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import load
-from tests.workers.models.architectures import build_tiny, tiny_model_config
+from tests.workers.models.architectures import NotBuilt, build_tiny, tiny_model_config
+from tests.workers.rollout.vllm.table import FIELDS
 from verl_like.errors import ConfigError
 from workers.rollout.vllm.setup import COMPARED, VllmSettings, check_model, class_options
 
@@ -35,27 +36,50 @@ def test_a_model_that_vllm_computes_in_another_way_is_rejected(
         check_model(str(tmp_path), False, "cpu", "bfloat16")
 
 
-def test_a_model_that_was_never_compared_gets_a_warning(
+def test_each_model_of_the_page_was_compared_or_is_rejected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for model_type, words in (("llama", 0), ("codegen", 1)):
-        caplog.clear()
-        build_tiny(tiny_model_config(model_type)).save_pretrained(tmp_path / model_type)
-        check_model(str(tmp_path / model_type), False, "cpu", "float32")
-        assert caplog.text.count(f"'{model_type}' was never compared") == words
-
-
-def test_the_models_that_were_compared_are_those_of_the_page() -> None:
     table = load("docs/model_table.py")
-    of_page = {
-        case for case, row in table.read_results().items() if row and row[5:] == ["yes"]
-    } | table.VLLM.keys()
-    assert {case for case in of_page if "+" not in case} == COMPARED
+    rows = {case: row for case, row in table.read_results().items() if row and "+" not in case}
+    results = {case: row[5] for case, row in rows.items() if row[5:]}
+    results |= dict.fromkeys(table.VLLM, "yes")
+    assert {case for case, row in rows.items() if row[4:5] == ["yes"]} == results.keys()
+    assert {case for case, result in results.items() if result == "yes"} == COMPARED
+    for case, result in results.items():
+        try:
+            tiny_model_config(case, 4, FIELDS.get(case, {})).save_pretrained(tmp_path / case)
+        except NotBuilt:  # it needs another package
+            continue
+        if result == "yes":
+            check_model(str(tmp_path / case), False, "cpu", "float32")
+        else:
+            with pytest.raises(ConfigError, match="Set .*native|Set .*hf"):
+                check_model(str(tmp_path / case), False, "cpu", "float32")
+    assert "never compared" not in caplog.text
 
 
-def test_a_difference_on_cpus_is_not_rejected_on_gpus(tmp_path: Path) -> None:
-    build_tiny(tiny_model_config("ernie4_5_moe")).save_pretrained(tmp_path)
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "gpt_oss"])
+def test_a_problem_on_cpus_is_a_warning_on_gpus(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_model_config(model_type).save_pretrained(tmp_path)
     check_model(str(tmp_path), False, "cuda", "float32")
+    assert caplog.text.count(f"'{model_type}' was never compared") == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("codegen", "type 'codegen', because it has no class .* Set .*name=native or hf."),
+        ("afmoe", "field 'score_func' of models of type 'afmoe', which .* lacks. Add it, or set"),
+    ],
+)
+def test_a_model_that_vllm_does_not_run_is_rejected_on_gpus(
+    model_type: str, words: str, tmp_path: Path
+) -> None:
+    tiny_model_config(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        check_model(str(tmp_path), False, "cuda", "bfloat16")
 
 
 def test_vllm_gets_the_sliding_window_of_transformers(tmp_path: Path) -> None:
