@@ -145,6 +145,21 @@ def header_only(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 9) + b"IDAT"
 
 
+def flipped(data: bytes) -> bytes:
+    """Return a PNG file with another bit among its pixels."""
+    place = data.index(b"IDAT") + 100
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+def with_thumbnail() -> bytes:
+    """Return a JPEG file whose EXIF data has a picture, which has an end marker, too."""
+    exif = Image.Exif()
+    exif[0x010E] = saved(picture(8, 8), "JPEG")
+    data = saved(picture(40, 40), "JPEG", exif=exif)
+    assert data.count(b"\xff\xd9") == 2
+    return data
+
+
 def text_bomb() -> bytes:
     """Return a PNG file with a compressed text of 256 MiB."""
     data = saved(picture(4, 4), "PNG")
@@ -159,8 +174,14 @@ def text_bomb() -> bytes:
     [
         (b"", "is not a readable image: it is empty"),
         (b"no image at all", "is not a readable image: cannot identify image file"),
-        (saved(picture(40, 40), "PNG")[:-400], "is not a readable image: .*truncated"),
+        (saved(picture(40, 40), "PNG")[:-400], "is not a readable image: Truncated File"),
+        (saved(picture(40, 40), "PNG")[:-12], "is not a readable image: truncated PNG file"),
+        (flipped(saved(picture(40, 40), "PNG")), "bad header checksum in b'IDAT'"),
+        (saved(picture(40, 40), "GIF")[:-400], "is not a readable image: .*truncated"),
         (saved(picture(40, 40), "JPEG")[:-400], "is not a readable image: .*truncated"),
+        (saved(picture(40, 40), "JPEG")[:-1], "is not a readable image: .*truncated"),
+        (saved(picture(40, 40), "JPEG", progressive=True)[:-2], "it has no end marker"),
+        (with_thumbnail()[:-400], "is not a readable image: .*truncated"),
         (header_only(11_000, 10_000), "it has 11000 x 10000 pixels, more than 100,000,000"),
         (header_only(60_000, 60_000), "Image size .3600000000 pixels. exceeds limit"),
         (text_bomb(), "Decompressed data too large"),
@@ -172,6 +193,39 @@ def test_a_file_that_is_no_image_is_rejected(data: bytes, words: str, tmp_path: 
     with pytest.raises(ValueError, match=words) as caught:
         image_ref("image.png", [tmp_path])
     assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        (rotated(6)[0], (20, 30)),
+        (with_thumbnail(), (40, 40)),
+        (saved(picture(30, 20), "JPEG", progressive=True) + b"\xff\xda a video", (30, 20)),
+        (saved(picture(30, 20), "PNG"), (30, 20)),
+    ],
+)
+def test_a_jpeg_or_png_file_is_checked_without_its_pixels(
+    data: bytes, size: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    with monkeypatch.context() as patch:
+        patch.setattr("PIL.ImageFile.ImageFile.load", None)
+        ref = image_ref(path)
+    assert (ref.width, ref.height) == size == opened(ref).size
+
+
+def test_a_png_file_that_is_turned_after_its_pixels_has_the_upright_size(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = saved(picture(30, 20), "PNG", exif=exif)
+    start = data.index(b"eXIf") - 4
+    chunk = data[start : start + 12 + struct.unpack(">I", data[start : start + 4])[0]]
+    end = data.index(b"IEND") - 4
+    moved = data[:start] + data[start + len(chunk) : end] + chunk + data[end:]
+    (tmp_path / "image.png").write_bytes(moved)
+    ref = image_ref(tmp_path / "image.png")
+    assert (ref.width, ref.height) == (20, 30) == opened(ref).size
 
 
 @pytest.mark.parametrize(

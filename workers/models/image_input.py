@@ -52,7 +52,7 @@ class ImageInput:
         `columns` has input_ids and position_ids. Where these begin at 0 again, a trajectory has a
         new segment, in which the positions of images begin at 0, too.
         """
-        self.reader.load(ref for refs in images for ref in refs or ())
+        self.reader.load(zip((refs or () for refs in images), names, strict=True))
         ids = columns["input_ids"]
         sides = ids.lengths[0].numel() if len(ids) else 1
         numbers = [torch.zeros(0, 1 if self.rope is None else 4, dtype=torch.int64)]

@@ -178,25 +178,30 @@ class ImageReader:
         """Return the number of tokens at which the model reads features of the image."""
         return self._layout_of(ref).num_tokens
 
-    def load(self, refs: Iterable[Sequence[Any]]) -> None:
-        """Process images in threads, as long as the cache has room for them."""
-        distinct = {ref.sha: ref for ref in map(ImageRef._make, refs)}
-        missing = [ref for sha, ref in distinct.items() if sha not in self._inputs]
+    def load(self, rows: Iterable[tuple[Sequence[Any], str]]) -> None:
+        """Process the images of rows in threads, as long as the cache has room for them.
+
+        A row has references to images, and a name for messages.
+        """
+        named = ((ImageRef(*ref), name) for refs, name in rows for ref in refs)
+        distinct = {ref.sha: (ref, name) for ref, name in named}
+        missing = [image for sha, image in distinct.items() if sha not in self._inputs]
         if not missing:
             return
         added, num_threads = 0, min(usable_cores(), MOST_THREADS)
         with ThreadPoolExecutor(num_threads) as threads:
             for start in range(0, len(missing), 2 * num_threads):
                 group = missing[start : start + 2 * num_threads]
-                for ref, inputs in zip(group, threads.map(self._opened, group), strict=True):
+                processed = threads.map(self._opened, *zip(*group, strict=True))
+                for (ref, _), inputs in zip(group, processed, strict=True):
                     self._inputs[ref.sha] = inputs
                     added += _num_bytes(inputs)
                 if added > CACHE_BYTES:
                     break
         self._shrink()
 
-    def _opened(self, ref: ImageRef) -> dict[str, Tensor]:
-        return self._process(opened(ref))
+    def _opened(self, ref: ImageRef, row: str = "") -> dict[str, Tensor]:
+        return self._process(opened(ref, row))
 
     def _shrink(self) -> None:
         """Remove the images that were used first from a cache that is too large."""

@@ -175,8 +175,9 @@ class _Decoding:
         """Return the arguments of the first pass over a sample with images."""
         if not self.sample.images:
             return {}
-        images = self.engine.images
-        numbers = images.of_row(ids[0].cpu(), self.sample.images, self.sample.name)
+        images, refs, name = self.engine.images, self.sample.images, self.sample.name
+        images.reader.load([(refs, name)])
+        numbers = images.of_row(ids[0].cpu(), refs, name)
         return images.arguments({"input_ids": ids}, numbers, ids.device)
 
     def so_far(self) -> Sample:

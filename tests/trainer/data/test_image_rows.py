@@ -78,7 +78,7 @@ def test_images_have_the_tokens_and_pixels_of_transformers(
 def test_the_driver_reads_the_size_of_an_image_from_its_check(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def opened(ref: ImageRef) -> None:
+    def opened(ref: ImageRef, row: str = "") -> None:
         raise AssertionError(f"{ref.path} is decoded again")
 
     monkeypatch.setattr("workers.models.images.opened", opened)

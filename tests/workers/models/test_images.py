@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from tests.workers.models.test_image_input import Case, make_case
 from tests.workers.models.vision import CASES, FAMILIES, picture, write_model
 from verl_like.batch.ragged import RaggedTensor
+from verl_like.errors import ConfigError
 from workers.images import ImageRef, image_ref, opened
 from workers.models import images
 from workers.models.image_input import ImageInput
@@ -27,7 +30,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """The number of times that each file is decoded."""
     counts: Counter[str] = Counter()
 
-    def count(ref: ImageRef) -> Any:
+    def count(ref: ImageRef, row: str = "") -> Any:
         counts[ref.path] += 1
         return opened(ref)
 
@@ -73,6 +76,25 @@ def test_images_that_do_not_fit_into_the_cache_have_the_same_tensors(
         assert ours.keys() == theirs.keys()
         assert all(ours[name].equal(theirs[name]) for name in ours)
     assert len(case.reader._inputs) == 1
+
+
+def test_damage_that_only_decoding_finds_names_the_file_and_the_row(
+    case: Case, tmp_path: Path
+) -> None:
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", 40, 40, 8, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(bytes(40 * 121))[:-20],
+        b"IEND": b"",
+    }
+    path = tmp_path / "short.png"
+    chunks = (
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in parts.items()
+    )
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    ref = image_ref(path)
+    with pytest.raises(ConfigError, match=rf"^row 7: the image {path} is damaged: .*the row\.$"):
+        case.reader.load([(case.refs[0], "row 6"), ([ref], "row 7")])
 
 
 @pytest.mark.parametrize("family", CASES)

@@ -57,7 +57,7 @@ def _data_uri(path: str, sha: str) -> str:
         if not Path(path).is_file() or Path(path).stat().st_size > MOST_BYTES:
             return ""  # reading a pipe or a device might not end
         image = opened(ImageRef(path, sha, 0, 0))
-    except (ConfigError, OSError, ValueError, SyntaxError, MemoryError):
+    except (ConfigError, OSError):
         return ""
     image.thumbnail((PIXELS, PIXELS))
     buffer = io.BytesIO()

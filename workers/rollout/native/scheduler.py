@@ -240,7 +240,8 @@ class Scheduler:
 
         Samples with the same text share its row of the pass. Return the finished samples.
         """
-        distinct = list(dict.fromkeys(entry.row for entry in group))
+        names = {entry.row: entry.sample.name for entry in group}
+        distinct = list(names)
         row_of = {row: place for place, row in enumerate(distinct)}
         sources = torch.tensor([row_of[entry.row] for entry in group], device=self.device)
 
@@ -251,7 +252,7 @@ class Scheduler:
         rows = rows_of_pass(len(distinct), max(MIN_ROWS, -(-self.fewest_rows // width)))
         prompts = [*(text for text, _ in distinct), *[(0,)] * (rows - len(distinct))]
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
-        images = self._image_numbers(distinct)
+        images = self._image_numbers(names)
         more = {}
         if images:
             shape = rows, width
@@ -270,13 +271,13 @@ class Scheduler:
         self.num_active += len(group)
         return self._append(slots, logits[sources])
 
-    def _image_numbers(self, rows: Sequence[Row]) -> list[Tensor]:
+    def _image_numbers(self, names: Mapping[Row, str]) -> list[Tensor]:
         """Return the numbers of the rows' tokens (`ImageInput`); nothing if no row has images."""
-        if not any(images for _, images in rows):
+        if not any(refs for _, refs in names):
             return []
-        of_row = self.engine.images.of_row
-        self.engine.images.reader.load(ref for _, images in rows for ref in images)
-        return [of_row(torch.tensor(text), images, "a prompt") for text, images in rows]
+        images, rows = self.engine.images, names.items()
+        images.reader.load((refs, name) for (_, refs), name in rows)
+        return [images.of_row(torch.tensor(text), refs, name) for (text, refs), name in rows]
 
     def _decode(self) -> dict[int, Sample]:
         """Sample a token for each of the slots 0..num_active-1; return the finished samples.

@@ -155,11 +155,12 @@ class InProcessVllm:
         if not request.images:
             return {}
         refs = [ImageRef(*ref) for ref in request.images]
-        images = [_opened(ref) for ref in refs]
         try:
+            images = [_opened(ref) for ref in refs]
             ids = image_reader(self.settings.model_path).collapsed(request.token_ids, refs)
         except ValueError as error:
-            raise RolloutError(f"rollout: the prompt of {request.name}: {error}.") from error
+            problem = str(error).rstrip(".")
+            raise RolloutError(f"rollout: the prompt of {request.name}: {problem}.") from error
         return {
             "prompt_token_ids": ids,
             "multi_modal_data": {"image": images},
