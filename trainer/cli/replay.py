@@ -1,5 +1,5 @@
 """usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
-           [--with KEY=VALUE]
+           [--with KEY=VALUE] [--without SAMPLE] [--blame [METRIC]]
            [--from-start] [--backend local|run]
        verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
@@ -18,6 +18,13 @@ that differ in any bit, at most 20; the exit code is then 1. Runs of
                      earlier stages recompute it
   --with KEY=VALUE   change a setting, and print which numbers it changes, as in
                      --with actor_rollout_ref.actor.optim.lr=3e-6; repeatable
+  --without SAMPLE   leave a sample out: UID/INDEX, or UID for all samples of a
+                     prompt; the advantages of the others are estimated without
+                     it; repeatable
+  --blame [METRIC]   order the samples by their effect on a metric of the samples
+                     or the loss; by default on actor/grad_norm, after samples
+                     that make most of the score or of the gap between the
+                     log-probs of trainer and sampler
   --break            open the debugger right before; roles of one process run
                      in this process, so breakpoint() also works in their code
   --from-start       if no earlier checkpoint exists: repeat all K steps from
@@ -46,11 +53,14 @@ from omegaconf import OmegaConf
 from trainer.observers.saved_batches import STAGES
 from trainer.tools.replay.replay import Replayed, replay
 from trainer.tools.replay.trajectory import ReplayedTrajectory, replay_trajectory
+from trainer.tools.replay.what_if import Blame
 from verl_like.errors import ConfigError
 from verl_like.terminal import usage_of
 
 MOST_LINES = 20
 """The most differences that are printed."""
+MOST_BLAMED, MOST_TEXT = 10, 60
+"""The most samples that are printed, and characters of a response."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -63,6 +73,8 @@ def main(arguments: Sequence[str]) -> None:
     which.add_argument("--step", type=int)
     which.add_argument("--trajectory")
     add("--with", dest="changes", action="append", default=[])
+    add("--without", action="append", default=[])
+    add("--blame", nargs="?", const="")
     add("--live", action="store_true")
     add("--stage", choices=STAGES, default="")
     add("--break", dest="breaks", action="store_true")
@@ -81,6 +93,9 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(1 if any(trajectory.difference for trajectory in played) else 0)
     if options.live:
         parser.error("--live needs --trajectory")
+    if options.without and options.stage in ("score", "update"):
+        parser.error("--without changes estimate and update: leave --stage out")
+    blame = None if options.blame is None else Blame(options.blame)
     try:
         result = replay(
             Path(options.run),
@@ -90,10 +105,13 @@ def main(arguments: Sequence[str]) -> None:
             from_start=options.from_start,
             backend=options.backend,
             changes=settings_of(options.changes),
+            without=options.without,
+            blame=blame,
         )
     except BdbQuit:
         sys.exit("left from the debugger: nothing was compared")
-    print(verdict(result, options.step, options.stage), flush=True)
+    lines = [*blame_lines(blame, options.step), *result.what_if]
+    print(*lines, verdict(result, options.step, options.stage), sep="\n", flush=True)
     if result.differences:
         sys.exit(1)
 
@@ -104,6 +122,22 @@ def settings_of(texts: Sequence[str]) -> dict[str, Any]:
     if wrong := [key for key, equals, _ in pairs if not equals]:
         raise ConfigError(f"--with {wrong[0]}: write KEY=VALUE, as in --with trainer.seed=2.")
     return {key: OmegaConf.create(f"value: {value}").value for key, _, value in pairs}
+
+
+def blame_lines(blame: Blame | None, step: int) -> list[str]:
+    """Return the samples with the largest effects."""
+    if blame is None:
+        return []
+    if not blame.effects:
+        raise ConfigError(f"--blame {blame.name}: step {step} has no update of that model.")
+    lines = [f"{blame.name} of step {step} is {blame.total:.6g}; without a sample it changes by"]
+    for effect in blame.effects[:MOST_BLAMED]:
+        most_of = f"most of {effect.most_of}, " if effect.most_of else ""
+        lines.append(
+            f"  {-effect.effect:+.4g}  {effect.name}: {most_of}score {effect.score:.4g}, "
+            f"{effect.num_tokens} tokens, {effect.text[:MOST_TEXT]!r}"
+        )
+    return lines
 
 
 def verdict_of(trajectory: ReplayedTrajectory) -> str:

@@ -146,6 +146,14 @@ class ModelWorker(Worker):
         return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def take_gradients(self, keep: bool = False) -> dict[str, float]:
+        """Clear the gradients; return their `norm`, and `dot`, their product with kept ones."""
+        from workers.training.gradient_products import take_gradients
+
+        with self.engine.running():
+            return take_gradients(self.engine, keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Return a hash of the full weights."""
         checksum: str = self.engine.weights_checksum()

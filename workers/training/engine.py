@@ -98,6 +98,8 @@ class TrainEngine(Model):
         self.reading = reading or Reading()
         self.optimizer: torch.optim.Optimizer | None = None
         self.has_gradients = False
+        self.kept_gradients: dict[int, Tensor] = {}
+        """Gradients by number of the parameter (`workers.training.gradient_products`)."""
         self.smaller_budgets: dict[MicroBatchBudget, MicroBatchBudget] = {}
         """Budget that ran out of memory -> smaller budget that fitted (`smaller_passes`)."""
         self.work = Work()

@@ -190,7 +190,7 @@ def guarded_step(
         copied = {id(weight) for weight in copies}
         counted = [p.grad for p in parameters if p.grad is not None and id(p) not in copied]
         num_holders = groups.dims.world // groups.dims.pp
-        shares = [_num_shards(gradient) / num_holders for gradient in counted]
+        shares = [num_shards(gradient) / num_holders for gradient in counted]
         local = [local_shard(gradient) for gradient in counted]
         norms = torch.stack(torch._foreach_norm(local, dtype=torch.float32))
         total = (norms.square() * norms.new_tensor(shares)).sum()
@@ -205,7 +205,7 @@ def guarded_step(
     return size
 
 
-def _num_shards(tensor: Tensor) -> int:
+def num_shards(tensor: Tensor) -> int:
     """Return the number of ranks with different shards of a tensor; other ranks have copies."""
     from torch.distributed.tensor import DTensor, Replicate
 

@@ -29,6 +29,7 @@ from trainer.record import Metrics, Run
 from trainer.run_folder.folder import open_run_folder
 from trainer.run_folder.lock import FolderLock
 from trainer.tools.replay.saved_run import SavedRun
+from trainer.tools.replay.what_if import HEADLINES, Blame, estimate_without, log_prob_change
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
@@ -109,6 +110,8 @@ class Replayed:
     compared_batches: Sequence[str]
     """Stages whose saved batches were compared."""
     differences: Sequence[str]
+    what_if: Sequence[str] = ()
+    """Loss, KL, gradient norms and the next step's log-probs, if something was changed."""
 
 
 def replay(
@@ -120,11 +123,16 @@ def replay(
     from_start: bool = False,
     backend: str = "local",
     changes: Mapping[str, Any] | None = None,
+    without: Sequence[str] = (),
+    blame: Blame | None = None,
 ) -> Replayed:
-    """Repeat the step, with changed settings if given, and compare it with the run's files."""
+    """Repeat the step, with changes if there are any, and compare it with the run's files."""
     reject_nested_run()
     saved = SavedRun.read(run_folder.resolve())
-    request = ReplayRequest(saved.folder, step, stage, breaks)
+    request = ReplayRequest(saved.folder, step, stage, breaks, without=without, blame=blame)
+    following = batch_file(saved.folder, step + 1, "estimate")
+    if (changes or without) and following.is_file():
+        request.following = DataProto.load_from_disk(following)
     trainer_cls = replaying(saved.trainer_cls, request)
     was = saved.metrics_of(step)
     start = saved.start_of(step, from_start)
@@ -144,7 +152,16 @@ def replay(
                 compared.append(name)
                 lines = differing_columns(old, new)
                 differences += [f"batch of {name}: {line}" for line in lines]
-    return Replayed(start, len(names), compared, differences)
+    what_if = what_changed(was, now, request) if changes or without else []
+    return Replayed(start, len(names), compared, differences, what_if)
+
+
+def what_changed(
+    was: Mapping[str, float], now: Mapping[str, float], request: ReplayRequest
+) -> list[str]:
+    """Describe what a change did to loss, KL, gradients and the next step's log-probs."""
+    lines = [f"{n}: {was[n]:.6g} -> {now[n]:.6g}" for n in HEADLINES if n in was and n in now]
+    return [*lines, request.log_probs]
 
 
 def settings_of_replay(config: Config, start: Path | None, folder: Path, backend: str) -> Config:
@@ -225,6 +242,13 @@ class ReplayRequest:
     """True if the debugger is entered right before the step or stage."""
     instead: Callable[[Any], Metrics] | None = None
     """A function that replaces the step."""
+    without: Sequence[str] = ()
+    """Names of samples to leave out."""
+    blame: Blame | None = None
+    following: DataProto | None = None
+    """The samples of the next step, as the run saved them."""
+    log_probs: str = "the run did not save the next step's samples (trainer.batch_steps_to_keep)"
+    """What changed in their log-probs."""
     metrics: Metrics = field(default_factory=dict)
     """Metrics of the step or of the stage."""
 
@@ -242,6 +266,12 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
             "unknown. Leave --stage out; --break stops before that step."
         )
 
+    if (request.without or request.blame) and not issubclass(trainer_cls, PPOTrainer):
+        raise ConfigError(
+            f"--without and --blame: a step of {trainer_cls.__qualname__} has no samples; only "
+            "verl-like ppo has them."
+        )
+
     class Replaying(trainer_cls):  # type: ignore[misc, valid-type]
         def step(self) -> Metrics:
             if self.global_step != request.step:
@@ -257,10 +287,26 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
                 breakpoint()  # noqa: T100 - `step` goes into the run's own step
             return super().step()  # type: ignore[no-any-return]
 
+        def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+            if self.global_step != request.step or not request.without:
+                return super().estimate(batch)  # type: ignore[no-any-return]
+            return estimate_without(super().estimate, batch, request.without)
+
+        def call(self, role: str, method: str, batch: DataProto, *others: Any, **sets: Any) -> Any:
+            is_update = self.global_step == request.step and method == f"update_{role}"
+            if is_update and request.blame is not None:
+                sent = batch.select()
+                sent.meta_info = sent.meta_info | sets
+                request.blame.measure(self, role, sent)
+            return super().call(role, method, batch, *others, **sets)
+
         def on_step_end(self, metrics: Metrics) -> None:
             super().on_step_end(metrics)
             if self.global_step == request.step:
                 request.metrics = dict(metrics)
+                if request.following is not None:
+                    call = self.call("actor", "compute_log_prob", request.following)
+                    request.log_probs = log_prob_change(request.following, call.batch())
 
     Replaying.__qualname__ = trainer_cls.__qualname__
     return Replaying
