@@ -6,7 +6,7 @@ Of the variants that give a side's numbers, those are named that do not give the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -110,6 +110,8 @@ def causes_of(finding: Finding, steps: tuple[Step, Step]) -> list[Cause]:
     causes = [*of_formulas(finding, steps)]
     if finding.stage in ("samples", "log-probs", "loss inputs"):
         causes += model.of_log_probs(steps)
+    if finding.stage in ("log-probs", "loss inputs"):
+        causes += named(relations.of_sources(*steps))
     settings = [*of_settings(finding, steps)]
     if not causes or len(settings) == 1 or any(UNKNOWN in cause["sentence"] for cause in causes):
         causes += settings
@@ -188,5 +190,10 @@ def of_relations(finding: Finding, steps: tuple[Step, Step]) -> Iterator[Cause]:
             related += relations.of_arrays(*values, *steps)
     elif values is not None:
         related += relations.of_numbers(*values)
+    yield from named(related)
+
+
+def named(related: Iterable[relations.Relation]) -> Iterator[Cause]:
+    """Yield relations as causes."""
     for name, sentence in related:
         yield {"probe": name, "sentence": sentence, "setting": ""}

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.ppo.advantages.groups import Groups, on_tokens, scores_of
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.advantages.returns import is_last_inside, whiten_
-from trainer.tools.bisect.walk import Step
+from trainer.tools.bisect.walk import ACTOR, Step, num_updates
 from verl_like.tensor_ops import masked_mean
 from workers.config import ActorConfig
 from workers.losses.aggregate import AGGREGATIONS, agg_loss
@@ -43,7 +43,6 @@ DISCOUNTS = (1.0, 0.99, 0.95, 0.9, 0.999, 0.995, 0.98, 0.97, 0.5, 0.0)
 CLIPS = (0.2, 0.1, 0.3, 0.28, 0.25, 0.4, 0.5)
 ALGORITHM = "algorithm"
 OWN_ESTIMATOR = "algorithm.adv_estimator=your.module.function"
-ACTOR = "actor_rollout_ref.actor"
 
 
 def tensor(step: Step, name: str) -> Tensor | None:
@@ -211,7 +210,7 @@ def rounded(number: float) -> float:
 def loss_variants(step: Step) -> Iterator[Variant]:
     """Yield policy losses by clipping, aggregation and denominators."""
     mask, advantages = mask_of(step), tensor(step, "advantages")
-    if mask is None or advantages is None or several_updates(step):
+    if mask is None or advantages is None or num_updates(step) > 1:
         return
     if advantages.ndim == 1:
         advantages = on_tokens(advantages, mask)
@@ -269,17 +268,6 @@ def loss_of_tokens(
     arguments = torch.zeros_like(advantages), ratio.expand_as(advantages), advantages, ones.bool()
     losses: Tensor = token_losses_of(*arguments, config)[0]
     return losses
-
-
-def several_updates(step: Step) -> bool:
-    """Return whether the loss is a mean over optimizer steps, whose log-probs are not recorded."""
-    config = step.side.config
-    if (mini := step.arrays.get("mini_batch")) is not None:
-        return len(np.unique(mini)) > 1
-    size, n = config.get(f"{ACTOR}.ppo_mini_batch_size"), config.get("actor_rollout_ref.rollout.n")
-    rows = len(step.arrays.get("responses", ()))
-    epochs = config.get(f"{ACTOR}.ppo_epochs", 1)
-    return bool(size and n and (rows > size * n or epochs != 1))
 
 
 def aggregated(step: Step, losses: Tensor, mask: Tensor) -> Iterator[tuple[str, str, Tensor]]:

@@ -44,6 +44,31 @@ def of_arrays(x: np.ndarray, y: np.ndarray, a: Step, b: Step) -> Iterator[Relati
         yield from of_places(x, y, a)
 
 
+SOURCES = (
+    (
+        *("old_log_probs", "rollout_log_probs"),
+        "old log-probs are those of the sampler (algorithm.rollout_correction.bypass_mode=true)",
+        "are computed by the trainer (bypass_mode=false)",
+    ),
+    (
+        *("log_probs", "old_log_probs"),
+        "log-probs in the loss are those before the update",
+        "are others: dropout is on, or the weights or their precision have changed",
+    ),
+)
+"""Log-probs, those that they may equal, and the words for equal and other log-probs."""
+
+
+def of_sources(a: Step, b: Step) -> Iterator[Relation]:
+    """Yield that only one side's log-probs equal other log-probs that it recorded."""
+    for name, source, equal, other in SOURCES:
+        if all(name in step.arrays and source in step.arrays for step in (a, b)):
+            first, second = (close(s.arrays[name], s.arrays[source], rtol=1e-3) for s in (a, b))
+            if first != second:
+                side, rest = "AB" if first else "BA"
+                yield "source of log-probs", f"{side}'s {equal}, {rest}'s {other}"
+
+
 def of_rows(x: np.ndarray, y: np.ndarray, rows: np.ndarray, a: Step, b: Step) -> Iterator[Relation]:
     """Yield what the differing rows have in common."""
     truncated = a.arrays.get("truncated", b.arrays.get("truncated"))

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from trainer.config.flat import NAMES_OF_A_RUN
-from trainer.tools.bisect.sides import Arrays, Side
+from trainer.tools.bisect.sides import OURS, Arrays, Side
 from verl_like.errors import ConfigError
 
 Rows = list[np.ndarray]
+ACTOR = "actor_rollout_ref.actor"
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ FIELDS = (
     Quantity("optimizer", "weight_norms", 1e-9, 2e-6),
 )
 """Fields in the order of a step; a stage is a name, and its fields follow each other."""
-STAGES = tuple(dict.fromkeys(quantity.stage for quantity in FIELDS))
+AFTER_RATE = ("loss", "gradients", "optimizer")
+FIELDS_OF_UPDATES = tuple(sorted(FIELDS, key=lambda item: item.stage in AFTER_RATE))
+"""The order if a step has several updates: the learning rate acts on the loss of the second."""
 TOKENS = (
     *("response_mask", "rollout_log_probs", "old_log_probs", "log_probs", "ref_log_prob"),
     *("values", "rewards", "advantages", "returns", "rollout_is_weights"),
@@ -263,6 +266,24 @@ def same_rows(a: Step, b: Step) -> np.ndarray | None:
     return None if -1 in order else np.array(order)
 
 
+def num_updates(step: Step) -> int:
+    """Return the number of optimizer steps of a step; 1 if it is unknown."""
+    if (mini := step.arrays.get("mini_batch")) is not None:
+        return len(np.unique(mini))
+    config, rows = step.side.config, len(step.arrays.get("responses", ()))
+    per_update = config.get(f"{ACTOR}.ppo_mini_batch_size") or rows
+    per_update *= config.get("actor_rollout_ref.rollout.n") or 1
+    return int(max(rows // max(per_update, 1), 1) * config.get(f"{ACTOR}.ppo_epochs", 1))
+
+
+def only_balanced(a: Step, b: Step, order: np.ndarray) -> bool:
+    """Return whether the order makes no difference: mini-batch k of K has the rows k, k + K, ..."""
+    if a.side.framework != b.side.framework:
+        return True
+    count = num_updates(a)
+    return a.side.framework == OURS and np.array_equal(order % count, np.arange(len(order)) % count)
+
+
 Fits = Callable[[str, Step], set[str]]
 
 
@@ -283,10 +304,11 @@ def walk(
         pair = Step.of(a, number), Step.of(b, number)
         order = same_rows(*pair)
         moved = order is not None and not np.array_equal(order, np.arange(len(order)))
-        if moved and a.framework != b.framework:
+        if moved and only_balanced(*pair, np.asarray(order)):
+            moved = False
             notes[f"step {number}: B has A's rows in another order; rows were matched"] = None
             pair = pair[0], pair[1].in_order(np.asarray(order))
-        for item in FIELDS:
+        for item in FIELDS_OF_UPDATES if num_updates(pair[0]) > 1 else FIELDS:
             values = pair_of(item, *pair)
             if values is None:
                 continue

@@ -37,10 +37,12 @@ class RecordCallback(TrainerCallback):
         self.arrays: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.losses: list[float] = []
+        self.passes: list[tuple[Any, Any]] = []
         self.recorder.step(0, weight_norms=norms(trainer.model.named_parameters()))
         for name, watch in (
             ("_generate_and_score_completions", self.on_samples),
             ("_calculate_rewards", self.on_rewards),
+            ("_get_per_token_logps_and_entropies", self.on_log_probs),
             ("compute_loss", self.on_loss),
         ):
             if hasattr(trainer, name):
@@ -59,6 +61,11 @@ class RecordCallback(TrainerCallback):
         """Take the sum of the rewards of every sample; equal prompts follow each other."""
         self.arrays["scores"] = rewards.nansum(1)
 
+    def on_log_probs(self, outputs: Any, trainer_inputs: Any) -> None:
+        """Take the tokens and log-probs of a pass with gradients; TRL has shuffled the rows."""
+        if outputs[0].requires_grad:
+            self.passes.append((trainer_inputs[1], outputs[0].detach()))
+
     def on_loss(self, loss: Any, trainer_inputs: Any) -> None:
         """Take the loss of a micro-batch, which TRL has divided by their number."""
         loss = loss[0] if isinstance(loss, tuple) else loss
@@ -75,10 +82,27 @@ class RecordCallback(TrainerCallback):
         """Write the step."""
         weights = norms(kwargs["model"].named_parameters())
         loss, self.losses = float(np.sum(self.losses)), []
+        self.arrays |= log_probs(self.arrays, self.passes)
+        self.passes = []
         self.recorder.step(
             state.global_step, self.arrays, loss=loss, weight_norms=weights, **self.numbers
         )
         self.arrays, self.numbers = {}, {}
+
+
+def log_probs(arrays: dict[str, Any], passes: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return the log-probs of the loss in the order of generation; empty if it has other rows."""
+    found = {
+        tuple(tokens.tolist()): numbers
+        for ids, log_probs in passes
+        for tokens, numbers in zip(ids, log_probs, strict=True)
+    }
+    if "responses" not in arrays:
+        return {}
+    ids = torch.cat([arrays["prompts"], arrays["responses"]], 1).tolist()
+    rows = [found.get(tuple(tokens)) for tokens in ids]
+    missing = any(row is None for row in rows)
+    return {} if missing else {"log_probs": torch.stack(rows)}  # type: ignore[arg-type]
 
 
 def norms(named: Any) -> dict[str, float]:
