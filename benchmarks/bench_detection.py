@@ -240,7 +240,7 @@ def measure(backend: str, cells: list[Cell], tiny: Path, folder: Path) -> None:
     import trainer.launch
 
     logging.getLogger("verl_like.calls.diagnose").addHandler(Explanations())
-    restarts.FIRST_WAIT_S, restarts.TURN_S = 0.0, TURN_S
+    restarts.FIRST_WAIT_S, trainer.launch.TURN_S = 0.0, TURN_S
     trainer.launch.Restarts = Noting  # type: ignore[misc]
     Struck.waiting, Struck.under_way = list(cells), None
     settings = [

@@ -62,9 +62,10 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
     "trainer": [
         ("config", "hooks"),
         ("data", "groups", "run_folder"),
+        ("lost_groups",),
         ("memory", "restarts", "observers"),
         ("record", "run_recipe"),
-        ("recovery",),
+        ("recovery", "drained_nodes"),
         ("loop",),
         ("launch",),
         ("rollouts", "rows"),

@@ -23,14 +23,14 @@ import torch
 
 from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import describe_devices, joined_cluster, plan_on
+from trainer.groups.nodes import joined_cluster, plan_on
 from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.hooks import Hooks, check_callbacks
 from trainer.loop import Loop, Trainer
 from trainer.memory import UNKNOWN, describe_axes, role_models
 from trainer.observers.active import active_observers, end_of_run
 from trainer.record import Run
-from trainer.restarts import LOSSES, Restarts, restart_groups
+from trainer.restarts import LOSSES, TURN_S, NodeDrainedError, Restarts
 from trainer.run_folder.folder import MODEL, note_start, open_run_folder
 from trainer.run_folder.lock import FolderLock
 from trainer.run_folder.result import RunResult
@@ -222,7 +222,10 @@ class Attempts:
     def prepare_next(self, error: VerlLikeError) -> None:
         """Prepare another attempt with the groups that survive; raise if none is possible."""
         self._stop.end(f"in step {self._step}, which lost a worker")
-        self._restarts.wait_for_next(error, self._step)
+        if isinstance(error, NodeDrainedError):
+            self._restarts.note_move(error, self._step)
+        else:
+            self._restarts.wait_for_next(error, self._step)
         self.config = self._restarts.resuming(self.config)
         if self._groups is None or self._trainer is None:
             return
@@ -231,9 +234,11 @@ class Attempts:
             from verl_like.backends.ray.cluster import leave_if_broken
 
             has_cluster = not leave_if_broken()
+        from trainer.lost_groups import restart_groups
+
         roles = self._trainer.replaceable_roles()
         survives = has_cluster and restart_groups(
-            self._groups, roles, self._restarts, self._failed_at
+            self._groups, roles, self._restarts, self._failed_at, TURN_S
         )
         if not survives:
             self.close()
@@ -266,9 +271,13 @@ def describe_plan(
 ) -> str:
     """Return the placement and the parts of a step."""
     width, trainer = terminal_width(), config.trainer
-    axes = describe_axes(config, role_models(config))
+    models = role_models(config)
     parts = trainer_cls.recipe.describe(config, trainer_cls, width, not full)
-    parts = [*parts, placement.draw(width, axes)]
+    parts = [*parts, placement.draw(width, describe_axes(config, models))]
+    if any(len(pool.nodes) > 1 for pool in placement.pools.values()):
+        from trainer.groups.slow_links import propose_hsdp
+
+        parts += propose_hsdp(placement, models)
     if not full and trainer.device == "auto" and trainer.n_gpus_per_node > 1:
         if "cpu" in {pool.device_kind for pool in placement.pools.values()}:
             parts.append("note: no GPU was found, so a process starts for each CPU slot.")
@@ -354,6 +363,8 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
         from verl_like.backends.ray.runtime_env import check_runtime_env
 
         check_runtime_env(config.ray.runtime_env, runs_here=joined_cluster(config) is None)
+    from trainer.groups.own_devices import describe_devices
+
     lines = [describe_devices(config)]
     for role in config.role_workers:
         worker_class(config, role)

@@ -186,9 +186,13 @@ class Loop:
         """With `saves_model`, the trained model is saved at the end, if the settings say so."""
         self.trainer, self.record = trainer, trainer.run
         self._saves_model = saves_model and trainer.recipe.exports_model(trainer.config)
+        self.leaving: set[str] = set()
+        """Pools on drained nodes for which no other node had room."""
 
     def run(self) -> None:
         """Run every step."""
+        from trainer.drained_nodes import leave_drained_nodes
+
         trainer, record = self.trainer, self.record
         record.checkpoints.resume.discard_later_steps()
         with make_tracking(record.config, trainer.total_steps, trainer.headline) as tracking:
@@ -201,6 +205,7 @@ class Loop:
                     while not reached and record.step < trainer.total_steps:
                         if record.stop.received and trainer.can_save:
                             self._stop_here()
+                        leave_drained_nodes(self)
                         reached = self._next_step(tracking, timeline)
                     self._finish_checkpoint()
                     ending = [reached, self._save_final_model()]
@@ -338,18 +343,24 @@ class Loop:
         self.record.checkpoints.finish()
         self._commit()
 
-    def _stop_here(self) -> None:
-        """End the run with a checkpoint of its last step."""
-        record = self.record
+    def save_now(self) -> Path:
+        """Write and commit a checkpoint of the last step unless there is one; return its folder."""
         self._finish_checkpoint()
-        where = f"after step {record.step} of {self.trainer.total_steps}"
-        if not record.checkpoints.is_enabled:
-            record.stop.end(f"{where}, without a checkpoint (trainer.save_every_minutes=null)")
-        folder = record.folder / f"global_step_{record.step}"
-        if record.step > 0 and not folder.is_dir():
+        folder = self.record.folder / f"global_step_{self.record.step}"
+        if self.record.step > 0 and not folder.is_dir():
             self._save(at_once=True)
             self._commit()
             self._finish_checkpoint()
+        return folder
+
+    def _stop_here(self) -> None:
+        """End the run with a checkpoint of its last step."""
+        record = self.record
+        where = f"after step {record.step} of {self.trainer.total_steps}"
+        if not record.checkpoints.is_enabled:
+            self._finish_checkpoint()
+            record.stop.end(f"{where}, without a checkpoint (trainer.save_every_minutes=null)")
+        folder = self.save_now()
         record.stop.end(f"{where}, saved in {folder}" if folder.is_dir() else where)
 
     def _save_final_model(self) -> str:

@@ -72,6 +72,8 @@ class Run:
             self.timing[stage] = time.perf_counter() - start
             for call in self.groups.take_calls():
                 is_saved = call["method"] in IN_BACKGROUND
+                if call["method"] == "write_checkpoint":
+                    self.checkpoints.took_s["write"] = call["end"] - call["start"]
                 name = "save_checkpoint" if is_saved else stage_of(call, stage)
                 self.calls.append(call | {"stage": name, "step": self.step})
 

@@ -34,7 +34,7 @@ class Recovery:
 
     def __init__(self, trainer: Any, send_weights: Callable[[], Any]) -> None:
         """`send_weights` updates a new rollout, which has the weights of its folder."""
-        self._trainer, self._run, self._send_weights = trainer, trainer.run, send_weights
+        self._trainer, self._run, self.send_weights = trainer, trainer.run, send_weights
 
     def stage(self, name: str, stage: Callable[..., Result], *inputs: Any) -> Result:
         """Run a stage; if it loses groups and may be repeated, run it again with new groups."""
@@ -55,7 +55,7 @@ class Recovery:
     def _new_rollout(self, error: LostSamplesError, submission: Submission) -> Any:
         """Replace the lost rollout, send it the current weights, and return it."""
         self._replace(error)
-        self._send_weights()
+        self.send_weights()
         run, missing = self._run, len(submission.missing)
         run.restarts.note_samples(run.step, submission.num_samples, missing)
         return run.groups["rollout"]

@@ -2,7 +2,7 @@
 
 A lost group whose roles have no state of their own (rollouts, models that do not change) can be
 replaced within the step by `trainer.recovery`; the other groups continue the step. After any other
-loss, `restart_groups` restores the groups for another attempt.
+loss, `trainer.lost_groups` restores the groups for another attempt.
 """
 
 from __future__ import annotations
@@ -12,36 +12,35 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
-from trainer.groups.worker_groups import WorkerGroups
 from trainer.run_folder.folder import committed
 from trainer.run_folder.signals import StopSignals
-from verl_like.calls.diagnose import Deadlines, WaitClock
 from verl_like.config_key import changed
 from verl_like.errors import (
-    InsufficientResourcesError,
-    PlacementError,
     VerlLikeError,
     WaitTimeoutError,
     WeightSyncError,
     WorkerDiedError,
-    WorkerError,
 )
-from verl_like.files import json_line, json_objects
+from verl_like.files import json_line
 from verl_like.masking import mask_text
 
-LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError)
+
+class NodeDrainedError(VerlLikeError, RuntimeError):
+    """The run leaves nodes that are drained; its state is in a checkpoint."""
+
+
+LOSSES = (WorkerDiedError, WaitTimeoutError, WeightSyncError, NodeDrainedError)
 """Errors after which another attempt may succeed."""
 MAX_STEP_FAILURES = 3
 """A step that fails this many times counts as the cause of the failures."""
 FIRST_WAIT_S = 2.0
 """The pause before a restart, which doubles with every restart that makes no progress."""
-FIRST_MESSAGE_S, LOOK_AGAIN_S = 1.0, 1.0
-"""While a run waits for a node: seconds until the first message, and between checks."""
+LOOK_AGAIN_S = 1.0
+"""Seconds between two checks while a run waits for a node."""
 TURN_S = 60.0
 """Time for the other processes to finish their calls; after it they count as lost, too."""
 logger = logging.getLogger(__name__)
@@ -60,6 +59,7 @@ class Restarts:
         self._record = Path(config.trainer.default_local_dir) / RESTARTS_FILE
         self._failures: Counter[int] = Counter()
         self._failed_at = 0.0
+        self._is_move = False
         self._last_failed = self._furthest = self._in_a_row = 0
         """The step that failed last, the furthest step, and the restarts without progress."""
 
@@ -68,7 +68,9 @@ class Restarts:
 
         The first attempt of a run that begins at step 0 removes an earlier run's `restarts.jsonl`.
         """
-        if self._count:
+        if self._is_move:
+            self._is_move = False
+        elif self._count:
             again = max(self._last_failed - 1 - step, 0)
             text = "the run restarted after %.1f s and resumes after step %d from %s; %s."
             seconds, lost = time.monotonic() - self._failed_at, describe_lost_steps(again)
@@ -100,6 +102,12 @@ class Restarts:
         self._write(step, lost=mask_text(str(error).splitlines()[0]))
         self._pause(seconds)
 
+    def note_move(self, error: NodeDrainedError, step: int) -> None:
+        """Log that another attempt begins after this step, on other nodes; nothing has failed."""
+        logger.warning("%s", error)
+        self._is_move, self._failed_at = True, time.monotonic()
+        self._write(step, moved=str(error))
+
     def wait_for_capacity(self, start: Callable[[], Result], since: float) -> Result:
         """Return the result of `start` once the cluster has room, possibly on another node.
 
@@ -113,6 +121,8 @@ class Restarts:
         def look_again() -> None:
             self._stop.end("while it waited for a node to replace a lost node")
             self._pause(LOOK_AGAIN_S)
+
+        from trainer.lost_groups import wait_for_room
 
         return wait_for_room(start, self._config, "the restart", since, look_again)
 
@@ -154,94 +164,8 @@ class Restarts:
             file.write(json_line({"time": time_of, "step": step, **fields}))
 
 
-def restart_groups(
-    groups: WorkerGroups, replaceable: frozenset[str], restarts: Restarts, since: float
-) -> bool:
-    """Restore the groups for another attempt; return whether that was possible.
-
-    If not, the caller restarts all groups. Lost pools are restarted, on another node if their node
-    is lost; `since` is when the failure was noticed. Living pools stay unchanged if all roles in
-    their processes are `replaceable`. Other living pools are constructed again in their processes,
-    or restarted if they have a replaceable role, because one process may not be able to build an
-    engine twice.
-    """
-    lost, roles_of = groups.lost_pools(TURN_S), groups.roles_of_pools()
-    if not lost or len(lost) == len(roles_of):
-        return False
-    for pool, why in lost.items():
-        logger.warning("pool %s is restarted, and the other pools keep running: %s", pool, why)
-    try:
-        for pool in lost:
-            restarts.wait_for_capacity(partial(groups.restart, pool), since)
-        for pools in groups.pools_by_processes():
-            stay = replaceable.issuperset(role for pool in pools for role in roles_of[pool])
-            for pool in pools:
-                if stay or pool in lost:
-                    continue
-                if replaceable.intersection(roles_of[pool]):
-                    groups.restart(pool)
-                else:
-                    groups.construct_again(pool)
-    except InsufficientResourcesError:
-        raise  # a full restart would find no room either
-    except (WorkerError, PlacementError) as error:
-        logger.warning(
-            "the lost group cannot be restarted by itself, so all groups are restarted: %s", error
-        )
-        return False
-    return True
-
-
-def wait_for_room(
-    start: Callable[[], Result],
-    config: RunConfig,
-    summary: str,
-    since: float,
-    look_again: Callable[[], None],
-) -> Result:
-    """Return the result of `start` once the cluster has room for it.
-
-    Raise InsufficientResourcesError if there is none within `timeouts.placement_s` after `since`.
-    `summary` names the wait in messages. `look_again` pauses between attempts, or raises to end the
-    wait.
-    """
-    limit_s = Deadlines.of(config.timeouts).placement_s
-    clock = WaitClock(summary, limit_s, FIRST_MESSAGE_S, since)
-    while True:
-        try:
-            return start()
-        except InsufficientResourcesError as error:
-            if clock.is_over():
-                raise InsufficientResourcesError(
-                    f"{error} After {clock.age_s:.0f} s without another node "
-                    f"(timeouts.placement_s={limit_s:g}) the run ends. Restore the node or add "
-                    "another one, and run the same command: it resumes from the last checkpoint."
-                ) from None
-            clock.warn_if_old(partial("a node ({})".format, str(error).rstrip(".")))
-        look_again()
-
-
 def describe_lost_steps(num_steps: int) -> str:
     """Describe how many finished steps a restart lost."""
     if num_steps == 0:
         return "no finished step is lost"
     return f"{num_steps} finished step{'s' * (num_steps > 1)} repeated"
-
-
-def describe_restarts(folder: Path) -> list[str]:
-    """Describe the restarts and the affected samples in one line; none without restarts."""
-    lines, _ = json_objects(folder / RESTARTS_FILE)
-    steps = [str(line.get("step")) for line in lines if "lost" in line]
-    if not steps:
-        return []
-    sources = ""
-    for line in lines:
-        if "state_from" in line:
-            lost = describe_lost_steps(line["finished_steps_made_again"])
-            sources += f"; in step {line['step']} with the state of {line['state_from']}, {lost}"
-    num_kept = sum(line["samples_kept"] for line in lines if "samples_kept" in line)
-    again = sum(line["samples_made_again"] for line in lines if "samples_made_again" in line)
-    samples = ""
-    if num_kept + again:
-        samples = f"; samples of lost groups: {num_kept} kept, {again} regenerated"
-    return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}"]

@@ -20,8 +20,9 @@ from ray.exceptions import OutOfMemoryError
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from tests.trainer.test_loop import config as regression
-from trainer import restarts, run
+from trainer import lost_groups, restarts, run
 from trainer.config.recipe import Recipe
+from trainer.lost_groups import restart_groups
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import RunInterrupted, StopSignals
 from verl_like.backends.ray.transport import RayTransport
@@ -242,7 +243,7 @@ def after_one_restart(folder: Path, stop: StopSignals | None = None, **timeouts:
 def test_only_a_restart_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(restarts, "FIRST_MESSAGE_S", 0.0)
+    monkeypatch.setattr(lost_groups, "FIRST_MESSAGE_S", 0.0)
     monkeypatch.setattr(restarts, "LOOK_AGAIN_S", 0.001)
     tries = 0
 
@@ -321,7 +322,7 @@ class AtOnce:
 
 
 def restarted(groups: Any) -> bool:
-    return restarts.restart_groups(groups, ROLLOUT, AtOnce(), 0.0)  # type: ignore[arg-type]
+    return restart_groups(groups, ROLLOUT, AtOnce(), 0.0, 60.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

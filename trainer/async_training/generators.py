@@ -29,8 +29,9 @@ from trainer.async_training.origins import Origins
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
 from trainer.loop import StopRequested, Trainer
+from trainer.lost_groups import wait_for_room
 from trainer.record import Run
-from trainer.restarts import LOOK_AGAIN_S, wait_for_room
+from trainer.restarts import LOOK_AGAIN_S
 from trainer.run_folder.accounts import describe_log
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather

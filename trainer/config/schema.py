@@ -20,8 +20,10 @@ from workers.config.conditions import SAVES
 
 ON_RAY = when("trainer.backend", "ray")
 SEVERAL_POOLS = ReadWhen(
-    "there are several pools",
-    lambda _, run: len(run.resource_pool_spec) > 1,
+    "there are several pools, or a pool has `labels`",
+    lambda _, run: (
+        len(run.resource_pool_spec) > 1 or any(pool.labels for pool in run.pool_resources.values())
+    ),
     "this run has one pool, which trainer.device and cpus_per_process describe",
 )
 JOINS_A_CLUSTER = unless("address")
@@ -165,6 +167,11 @@ class RayConfig(Section):
     """Cluster to join; null: that of RAY_ADDRESS, otherwise a new one on this machine."""
     namespace: str | None = config_field(None, allows="a name", read_when=JOINS_A_CLUSTER)
     """Ray namespace; null creates a new one."""
+    object_store_gib: float | None = config_field(
+        None, above=0, read_when=when("address", None), may_change_on_resume=True
+    )
+    """GiB of the object store of a cluster that the run starts; null: as Ray chooses (30 % of the
+    memory). `ray start --object-store-memory=BYTES` sets it for other clusters."""
     runtime_env: dict[str, Any] = config_field(
         factory=dict, allows="what `ray.init` takes", verl="ray_kwargs.ray_init.runtime_env"
     )
@@ -187,6 +194,10 @@ class PoolResources(Section):
         factory=dict, allows="resource: amount", read_when=ON_RAY
     )
     """Ray's custom resources per process."""
+    labels: dict[str, str] = config_field(
+        factory=dict, allows="label: value", read_when=ON_RAY, may_change_on_resume=True
+    )
+    """Ray's labels that the pool's nodes must have, such as `{ray.io/accelerator-type: H100}`."""
 
 
 @dataclass(kw_only=True)
@@ -230,7 +241,7 @@ class RunConfig(Section):
     """CPUs per worker process; null: min(1, CPUs / processes)."""
     pool_resources: dict[str, PoolResources] = config_field(
         factory=dict,
-        allows="{pool: {device, cpus, gpus, resources}}",
+        allows="{pool: {device, cpus, gpus, resources, labels}}",
         read_when=SEVERAL_POOLS,
         may_change_on_resume=True,
     )

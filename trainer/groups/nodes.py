@@ -6,7 +6,6 @@ node is restarted.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,7 +27,8 @@ def needs_of_pools(config: RunConfig) -> dict[str, ProcessNeeds]:
     for pool in config.resource_pool_spec:
         section = config.pool_resources.get(pool, PoolResources())
         device = config.trainer.device if section.device == "auto" else section.device
-        needs[pool] = ProcessNeeds(device, section.cpus, section.gpus, section.resources)
+        resources, labels = section.resources, section.labels
+        needs[pool] = ProcessNeeds(device, section.cpus, section.gpus, resources, labels)
     return needs
 
 
@@ -45,7 +45,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:
     """
     trainer = config.trainer
     if trainer.backend != "ray":
-        kind, cpus = _devices_here(config), float(os.cpu_count() or 1)
+        kind, cpus = devices_here(config), float(os.cpu_count() or 1)
         return [NodeSpec("this machine", trainer.n_gpus_per_node, cpus, kind, resources={})]
 
     _connect(config, worker_code)
@@ -102,8 +102,9 @@ def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:
     runtime_env = dict(settings.runtime_env)
     if joined_cluster(config) and (modules := modules_of_the_user(worker_code)):
         runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
-    limits = Deadlines.of(config.timeouts)
-    ray_backend.connect(settings.address, settings.namespace, runtime_env, limits)
+    limits, gib = Deadlines.of(config.timeouts), settings.object_store_gib
+    options = {} if gib is None else {"object_store_memory": int(gib * 2**30)}
+    ray_backend.connect(settings.address, settings.namespace, runtime_env, limits, **options)
 
 
 def joined_cluster(config: RunConfig) -> str | None:
@@ -134,45 +135,8 @@ def require_shared_folder(config: RunConfig, placement: Placement) -> None:
         cluster.require_shared_folder(folder, by_key.values())
 
 
-def describe_devices(config: RunConfig) -> str:
-    """Describe the devices of this machine; raise if they do not suit the configuration."""
-    trainer, joins = config.trainer, joined_cluster(config)
-    if trainer.simulate is not None:
-        where = f"each of {trainer.nnodes} nodes" if trainer.nnodes > 1 else "1 node"
-        return (
-            f"Devices: {_count_devices(config)} on {where}, simulated by --gpus "
-            f"{trainer.simulate} (trainer.simulate); the software of such machines was not checked"
-            f"{_note_of_idle_gpus(config)}"
-        )
-    if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
-        where = joins or "on this machine"
-        return f"Devices: those of the Ray cluster {where}, which were not checked"
-    return f"Devices: {_count_devices(config)} on this machine{_note_of_idle_gpus(config)}"
-
-
-def _count_devices(config: RunConfig) -> str:
-    count, kind = config.trainer.n_gpus_per_node, _devices_here(config)
-    if kind == "CPU slot":
-        return f"{count} CPU slots" if count > 1 else "1 CPU slot"
-    return f"{devices_of(config.trainer).num_gpus} x {kind}"
-
-
-def _note_of_idle_gpus(config: RunConfig) -> str:
-    """Return a further line that names the keys with which a run uses more GPUs, or ""."""
-    trainer, has = config.trainer, devices_of(config.trainer)
-    num_gpus = 0 if has.type == "cpu" else trainer.nnodes * (has.num_gpus or 0)
-    node, needs = NodeSpec("", num_gpus, 0.0, "GPU"), needs_of_pools(config)
-    pools = config.resource_pool_spec.items()
-    used = math.ceil(sum(sum(sizes) * needs[pool].devices_on(node) for pool, sizes in pools))
-    if used >= num_gpus:
-        return ""
-    way = f"raise {config.pool_keys or 'resource_pool_spec'} to use more"
-    if not config.pool_keys and trainer.n_gpus_per_node != has.num_gpus:
-        way = f"set trainer.n_gpus_per_node={has.num_gpus} to use all"
-    return f"\nnote: this run uses {used} of {num_gpus} GPUs; {way}"
-
-
-def _devices_here(config: RunConfig) -> str:
+def devices_here(config: RunConfig) -> str:
+    """Return the kind of this machine's devices; raise if it has too few."""
     wanted, has = config.trainer.n_gpus_per_node, devices_of(config.trainer)
     device = _device_of_nodes(config)
     if device == "cuda" and has.num_gpus is None:

@@ -80,6 +80,7 @@ class PoolStarter:
                     deadlines=self.limits,
                     gpus_per_process=plan.gpus_per_process,
                     resources=plan.resources,
+                    labels=plan.labels,
                 )
             return RayWorkerGroup(self._ray_pools[plan.name], recipe, **options)
 
@@ -262,14 +263,17 @@ class WorkerGroups:
         return list(by_key.values())
 
     def lost_pools(self, seconds: float) -> dict[str, str]:
-        """Return pool -> reason, for pools with a process that is gone or does not answer in time.
+        """Return pool -> reason, for pools whose processes are gone, late or on drained nodes.
 
         Afterwards the other pools have no call in progress.
         """
+        from trainer.groups.drained_nodes import pools_to_move
+
         for group in self._fused.values():
             group.transport.companions = []  # every pool is checked by its own call
-        until, lost, answers = time.monotonic() + seconds, {}, {}
-        for pool in self._fused:
+        until, answers = time.monotonic() + seconds, {}
+        lost = dict.fromkeys(pools_to_move(self.config, self.placement), "Ray drains its node.")
+        for pool in [pool for pool in self._fused if pool not in lost]:
             try:
                 answers[pool] = self[self._roles(pool)[0]].answer_in_turn.remote()
             except WorkerError as error:

@@ -21,6 +21,10 @@ from trainer.observers.alarms import Alarms
 def active_observers(config: Any, recipe: Any) -> list[Any]:
     """Return the observers of a run of this `RunRecipe`, in the order in which they are called."""
     observers: list[Any] = [Alarms(recipe.alarm_rules)]
+    if config.trainer.backend == "ray":
+        from trainer.observers.object_store import ObjectStore
+
+        observers.insert(0, ObjectStore())
     if recipe.sample_metrics is None:
         return observers
 

@@ -165,7 +165,12 @@ def plan_text(
     devices = devices_of(config.trainer)
     try:
         roles = role_memories(fit_passes(config, devices), devices.type, devices.bytes)
-        return memory_table(roles, devices, max_columns, brief, heading)
+        table = memory_table(roles, devices, max_columns, brief, heading)
+        if config.trainer.backend == "ray":
+            from trainer.ppo.object_store import describe_store
+
+            table = f"{table}\n{describe_store(config)}"
+        return table
     except (ConfigError, OSError, ValueError) as error:
         return f"{UNKNOWN}: {error}"
 

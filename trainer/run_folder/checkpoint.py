@@ -68,6 +68,8 @@ class Checkpoints:
         """The futures of the background writing."""
         self._committed: list[Path] = []
         """Folders committed since the last call of `commit`."""
+        self.took_s = {"copy": 0.0, "write": 0.0, "commit": 0.0}
+        """Seconds of each part of the last checkpoint."""
         self._longest_s = Deadlines.of(config.timeouts).call_s
         self._began = self._saved_at = time.monotonic()
 
@@ -97,7 +99,7 @@ class Checkpoints:
         `commit` completes it. The previous checkpoint is committed first. `write_more` adds files.
         """
         self.finish()
-        part, roles = self._part(step), list(groups)
+        began, part, roles = time.monotonic(), self._part(step), list(groups)
         save = "start_checkpoint" if self.trainer.async_save else "save_checkpoint"
         with self._naming_failures(f"the checkpoint of step {step}", part):
             shutil.rmtree(part, ignore_errors=True)
@@ -109,6 +111,7 @@ class Checkpoints:
             write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))
         self._written = step
+        self.took_s["copy"] = time.monotonic() - began
 
     def write_model(self, step: int, group: Any) -> Path:
         """Write the trained model of `group` to `model/` of the run folder."""
@@ -150,8 +153,10 @@ class Checkpoints:
         self._written = self._writing = None
         folder, part = self.folder / f"global_step_{step}", self._part(step)
         with self._naming_failures(f"the checkpoint of step {step}", part):
-            for role, future in writing.items():
-                for files in future.get():
+            files_of = {role: future.get() for role, future in writing.items()}
+            began = time.monotonic()
+            for role, ranks in files_of.items():
+                for files in ranks:
                     add_files(part / role, files)
             write_marker(part, step, self.resume.config, self.resume.inputs)
             replace_folder(part, folder)
@@ -163,6 +168,7 @@ class Checkpoints:
                 (self.folder / f"global_step_{old}").replace(aside)
                 shutil.rmtree(aside, ignore_errors=True)
         self._committed.append(folder)
+        self.took_s["commit"] = time.monotonic() - began
 
     def _hurry(self, is_wanted: bool) -> None:
         """Tell the workers that write the checkpoint to hurry, or to stop if not `is_wanted`."""

@@ -26,6 +26,11 @@ from verl_like.terminal import draw_table
 
 NODES_ALONE = 8
 """If a pool has more nodes than this, `Placement.draw` joins runs of similar nodes into one row."""
+NEARNESS = (
+    *("ray.io/gpu-domain", "ray.io/tpu-slice-name", "rack"),
+    *("ray.io/availability-zone", "ray.io/availability-region"),
+)
+"""Labels of nodes whose equal values mean fast links, the fastest first."""
 ROUNDING = 1e-9
 """Tolerance for sums of fractional resources that must not exceed a node's amount."""
 
@@ -42,6 +47,8 @@ class PoolPlan:
     gpus_per_process: float = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
     """Custom resources of one process."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that its nodes must have."""
 
     @property
     def device_kind(self) -> str:
@@ -57,7 +64,9 @@ class PoolPlan:
     def needs(self) -> ProcessNeeds:
         """Resources that one process takes from its node."""
         gpus = self.gpus_per_process or None
-        return ProcessNeeds(self.device_kind, self.cpus_per_process, gpus, self.resources)
+        return ProcessNeeds(
+            self.device_kind, self.cpus_per_process, gpus, self.resources, self.labels
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,9 @@ class Placement:
             chosen = _choose_nodes(pool, counts, rooms, need)
             gpus = need.devices_on(chosen[0]) if chosen[0].kind == "GPU" else 0.0
             parts = tuple(per_node), chosen, tuple(roles[pool])
-            plans[pool] = PoolPlan(pool, *parts, need.cpus or 0.0, gpus, need.resources)
+            plans[pool] = PoolPlan(
+                pool, *parts, need.cpus or 0.0, gpus, need.resources, need.labels
+            )
         return cls(plans)
 
     def moved(self, pool: str, nodes: Sequence[NodeSpec]) -> Placement:
@@ -227,7 +238,11 @@ class _Room:
         self.resources = dict(node.resources or {})
 
     def lacks(self, count: int, need: ProcessNeeds) -> str:
-        """Name the resource that is too small for `count` processes; "" if they fit."""
+        """Name the label, or the resource, that `count` processes lack; "" if they fit."""
+        for name, value in need.labels.items():
+            labels = self.node.labels
+            if labels is not None and labels.get(name) != value:
+                return f"{name}={value}"
         if need.device == "cuda" and self.node.kind == "CPU slot":
             return "GPUs"
         if self.devices + ROUNDING < count * need.devices_on(self.node):
@@ -259,34 +274,63 @@ class _Room:
 def _choose_nodes(
     pool: str, counts: Mapping[str, Sequence[int]], rooms: Sequence[_Room], need: ProcessNeeds
 ) -> tuple[NodeSpec, ...]:
-    """Return a separate node for every entry of the pool (first fit), and reserve its needs."""
-    chosen: list[_Room] = []
-    per_node = counts[pool]
-    for count in per_node:
-        others = [room for room in rooms if room not in chosen]
-        fitting = [room for room in others if not room.lacks(count, need)]
-        if not fitting:
-            lacking = [room.lacks(count, need) for room in others]
-            needs = [f"{need.cpus:g} CPU"]
-            needs += [f"{amount:g} {name}" for name, amount in need.resources.items()]
-            way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
-            raise InsufficientResourcesError(
-                f"pool '{pool}' needs {len(per_node)} node(s), and no "
-                f"{'other ' if chosen else ''}node has room for {count} of its processes, with "
-                f"{' and '.join(needs)} each: "
-                f"{_describe_rooms(rooms, chosen)}. To fix it, {way_out}."
-            )
-        fitting[0].take(count, need)
-        chosen.append(fitting[0])
+    """Return a separate node for every entry of the pool, and reserve its needs.
+
+    If the pool fits on nodes that are near each other by their labels, it gets such nodes.
+    """
+    per_node, chosen = counts[pool], list[_Room]()
+    for near in _neighborhoods(rooms) if len(per_node) > 1 else [rooms]:
+        chosen = _first_fit(near, per_node, need)
+        if len(chosen) == len(per_node):
+            break
+    for count, room in zip(per_node, chosen, strict=False):
+        room.take(count, need)
+    if len(chosen) < len(per_node):
+        count = per_node[len(chosen)]
+        lacking = [room.lacks(count, need) for room in rooms if room not in chosen]
+        needs = [f"{need.cpus:g} CPU"]
+        needs += [f"{amount:g} {name}" for name, amount in need.resources.items()]
+        way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
+        raise InsufficientResourcesError(
+            f"pool '{pool}' needs {len(per_node)} node(s), and no "
+            f"{'other ' if chosen else ''}node has room for {count} of its processes, with "
+            f"{' and '.join(needs)} each: "
+            f"{_describe_rooms(rooms, chosen)}. To fix it, {way_out}."
+        )
     return tuple(room.node for room in chosen)
 
 
+def _neighborhoods(rooms: Sequence[_Room]) -> Iterator[list[_Room]]:
+    """Yield the nodes with the same value of each label in `NEARNESS`, and then all nodes."""
+    for name in NEARNESS:
+        near: dict[str, list[_Room]] = {}
+        for room in rooms:
+            if value := (room.node.labels or {}).get(name):
+                near.setdefault(value, []).append(room)
+        yield from near.values()
+    yield list(rooms)
+
+
+def _first_fit(rooms: Sequence[_Room], per_node: Sequence[int], need: ProcessNeeds) -> list[_Room]:
+    """Return the first node with room for each entry, as far as there is one."""
+    chosen: list[_Room] = []
+    for count in per_node:
+        fitting = [r for r in rooms if r not in chosen and not r.lacks(count, need)]
+        if not fitting:
+            break
+        chosen.append(fitting[0])
+    return chosen
+
+
 def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
-    """Return advice for a pool that lacks CPUs, a custom resource or any GPU; "" otherwise.
+    """Return advice for a pool that lacks a label, CPUs, a custom resource or any GPU, or "".
 
     `lacking` names the missing resource of every node that the pool does not use yet.
     """
     key = f"pool_resources.{pool}"
+    for name, value in need.labels.items():
+        if f"{name}={value}" in lacking:
+            return f"start Ray there with --labels={name}={value}, or change {key}.labels"
     for name in need.resources:
         if name in lacking:
             return f"lower {key}.resources.{name}, or start Ray on the nodes with that resource"

@@ -28,6 +28,7 @@ class NodeSpec:
         kind: the kind of its devices: `GPU`, `CPU slot`, or `device` if they are not known yet.
         key: the backend's name of the node, such as Ray's node id.
         resources: custom resources; None if they are not known.
+        labels: labels, such as its zone; None if they are not known.
     """
 
     name: str
@@ -36,6 +37,7 @@ class NodeSpec:
     kind: str = "CPU slot"
     key: str = ""
     resources: Mapping[str, float] | None = None
+    labels: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class ProcessNeeds:
     """A fraction of a GPU; None takes a whole GPU."""
     resources: Mapping[str, float] = field(default_factory=dict)
     """Amounts of custom resources."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the node must have."""
 
     def devices_on(self, node: NodeSpec) -> float:
         """Return the devices of a node that a process takes: no GPU if it computes on CPUs."""

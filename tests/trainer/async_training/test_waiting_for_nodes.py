@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integration.runs import overrides
-from trainer import load_config, restarts
+from trainer import load_config, lost_groups
 from trainer.async_training import generators
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.generators import LostGenerators
@@ -60,7 +60,7 @@ class Cluster(dict[str, Group]):
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generators, "LOOK_AGAIN_S", 0.001)
-    monkeypatch.setattr(restarts, "FIRST_MESSAGE_S", 0.0)
+    monkeypatch.setattr(lost_groups, "FIRST_MESSAGE_S", 0.0)
 
 
 def config_of(tiny: Path, folder: Path, *more: str) -> AsyncConfig:

@@ -192,3 +192,26 @@ def test_a_pool_on_gpus_moves_to_gpus() -> None:
     )
     before = Placement.plan({"p": [1]}, {"actor": "p"}, [first], 1.0)
     assert before.moved("p", [slots, second]).pools["p"].nodes == (second,)
+
+
+def labelled(name: str, **labels: str) -> NodeSpec:
+    return NodeSpec(name, 2, 2.0, key=name, labels=labels)
+
+
+def test_a_pool_is_placed_only_on_nodes_with_its_labels() -> None:
+    nodes = [labelled("a", zone="one"), labelled("b", zone="two")]
+    needs = {"p": ProcessNeeds(labels={"zone": "two"})}
+    plan = Placement.plan({"p": [2]}, {"actor": "p"}, nodes, needs=needs)
+    assert plan.pools["p"].nodes == (nodes[1],)
+    assert plan.moved("p", nodes).pools["p"].nodes == (nodes[1],)
+    with pytest.raises(InsufficientResourcesError, match="with --labels=zone=two, or change pool_"):
+        Placement.plan({"p": [2]}, {"actor": "p"}, nodes[:1], needs=needs)
+
+
+def test_a_pool_of_several_nodes_stays_in_one_rack_if_it_fits_there() -> None:
+    racks = {"a": "one", "b": "two", "c": "three", "d": "two"}
+    nodes = [labelled(name, rack=rack) for name, rack in racks.items()]
+    near = Placement.plan({"p": [2, 1]}, {"actor": "p"}, nodes).pools["p"]
+    assert [node.name for node in near.nodes] == ["b", "d"]
+    wide = Placement.plan({"p": [2, 1, 2]}, {"actor": "p"}, nodes).pools["p"]
+    assert [node.name for node in wide.nodes] == ["a", "b", "c"]

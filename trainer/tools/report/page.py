@@ -193,6 +193,11 @@ def _overview(data: RunData) -> list[tuple[str, str]]:
     if trained or left_out:
         sampled = sum(int(line.get(SAMPLED, 0)) for line in data.metrics)
         entries.append(("tokens", describe_tokens(sampled, trained, left_out)))
+    _, used = data.series("perf/object_store_mib")
+    if used:
+        _, spilled = data.series("perf/object_store_spilled_mib")
+        text = f"at most {max(used):,.0f} MiB, {sum(spilled):,.0f} MiB spilled to disk"
+        entries.append(("Ray's object store", text))
     _, ratios = data.series("perf/overlap_ratio")
     if ratios:
         entries.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 from trainer.observers.alarms import ENTROPY_LEFT, KL_JUMP
-from trainer.restarts import describe_restarts
+from trainer.restarts import RESTARTS_FILE, describe_lost_steps
 from trainer.run_folder.metrics import metric_names
 from trainer.tools.report.read import RunData, phase_shares
 from trainer.tools.report.trajectories import SECONDS
+from verl_like.files import json_objects
 
 CUT_ANSWERS, CLIPPED, FAILED_CALLS = 0.3, 0.2, 0.3
 """The limits besides those of alarms: fractions of responses, of tokens, and of tool calls."""
@@ -154,3 +156,24 @@ def _last(data: RunData, name: str) -> float:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def describe_restarts(folder: Path) -> list[str]:
+    """Describe the restarts and the affected samples in a line, and moves in another."""
+    lines, _ = json_objects(folder / RESTARTS_FILE)
+    moves = [str(line.get("step")) for line in lines if "moved" in line]
+    moved = [f"moved from drained nodes: after step {', '.join(moves)}"] if moves else []
+    steps = [str(line.get("step")) for line in lines if "lost" in line]
+    if not steps:
+        return moved
+    sources = ""
+    for line in lines:
+        if "state_from" in line:
+            lost = describe_lost_steps(line["finished_steps_made_again"])
+            sources += f"; in step {line['step']} with the state of {line['state_from']}, {lost}"
+    num_kept = sum(line["samples_kept"] for line in lines if "samples_kept" in line)
+    again = sum(line["samples_made_again"] for line in lines if "samples_made_again" in line)
+    samples = ""
+    if num_kept + again:
+        samples = f"; samples of lost groups: {num_kept} kept, {again} regenerated"
+    return [f"restarts: {len(steps)}, in step {', '.join(steps)}{sources}{samples}", *moved]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -22,7 +23,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
 from functools import partial
@@ -31,11 +33,14 @@ from typing import Any, TypeVar
 
 import ray
 from ray._private import ray_constants
+from ray._private.internal_api import node_stats
 from ray.exceptions import RayError
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_like.calls.diagnose import Deadlines
-from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError
+from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError, few
+from verl_like.placement.plan import ROUNDING
 from verl_like.placement.pools import NodeSpec
 from verl_like.process.info import ONE_THREAD, environment
 from verl_like.threads import in_daemon
@@ -221,15 +226,55 @@ def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> li
                 "GPU" if gpus else "CPU slot",
                 node["NodeID"],
                 {name: n for name, n in have.items() if not name.startswith(prefixes)},
+                node["Labels"],
             )
         )
     return nodes
 
 
-def free_resources() -> str:
-    """Describe the CPUs and GPUs that are free in the cluster now."""
-    free, kinds = ray.available_resources(), ray.cluster_resources()
-    return amounts({name: free.get(name, 0) for name in ("CPU", "GPU") if name in kinds})
+def draining_nodes() -> dict[str, float]:
+    """Return the ids of nodes that Ray drains (`ray drain-node`), with the seconds that are left.
+
+    The seconds are infinite if the notice names no deadline.
+    """
+    if not ray.is_initialized():  # a simulated cluster
+        return {}
+    now_ms = time.time() * 1000
+    deadlines = ray._private.state.state.get_draining_nodes()
+    return {node: (ms - now_ms) / 1000 if ms else math.inf for node, ms in deadlines.items()}
+
+
+def describe_shortage(need: Mapping[str, float], num_processes: int) -> str:
+    """Describe what is free, what these processes lack in total, and who holds the rest."""
+    total, free = ray.cluster_resources(), defaultdict(float, ray.available_resources())
+    lacking = {kind: amount * num_processes - free[kind] for kind, amount in need.items()}
+    lacking = {kind: amount for kind, amount in lacking.items() if amount > ROUNDING}
+    held = {kind: total.get(kind, 0.0) - free[kind] for kind in need}
+    holders = []
+    for group in placement_group_table().values():
+        if group["state"] == "CREATED":
+            bundles = group["bundles"].values()
+            taken = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in need}
+            held = {kind: held[kind] - amount for kind, amount in taken.items()}
+            name = group["name"] or group["placement_group_id"]
+            holders.append(f"placement group {name} ({amounts(taken)})")
+    if any(amount > ROUNDING for amount in held.values()):
+        holders.append(f"tasks and actors without a placement group ({amounts(held)})")
+    text = f"free: {amounts({kind: free[kind] for kind in need})}"
+    if lacking:
+        text += f"; missing: {amounts(lacking)}"
+    return f"{text}; held by {few(holders, 4) or 'nobody'}"
+
+
+def store_usage() -> tuple[int, int, int]:
+    """Return this node's bytes in the object store, those it has room for, and those spilled."""
+    if not ray.is_initialized():  # a simulated cluster
+        return 0, 0, 0
+    own = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == own)
+    stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
+    used, room = stats.object_store_bytes_used, stats.object_store_bytes_avail
+    return used, room, stats.spilled_bytes_total
 
 
 def amounts(resources: dict[str, float]) -> str:
@@ -282,12 +327,14 @@ class ClusterProbe:
 
 
 def node_failure_cause(node_id: str) -> str | None:
-    """Return why no worker can be started on that node, or None while it lives."""
+    """Return why no worker can be started on that node: it is gone or drained; None if not."""
     node = next((node for node in ray.nodes() if node["NodeID"] == node_id), None)
     if node is None or not node["Alive"]:
         where = node["NodeManagerAddress"] if node else "of this pool"
         return f"its node {where} ({node_id[:8]}) is gone: Ray has declared it dead."
     address, port = str(node["NodeManagerAddress"]), int(node["NodeManagerPort"])
+    if node_id in draining_nodes():
+        return f"its node {address} ({node_id[:8]}) is drained."
     is_gone = not any(_answers((address, port)) for _ in range(NUM_TRIES))
     return _silent_node(node_id, address, port) if is_gone else None
 

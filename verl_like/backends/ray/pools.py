@@ -16,7 +16,7 @@ from verl_like.backends.ray.cluster import (
     RELEASE_S,
     amounts,
     connect,
-    free_resources,
+    describe_shortage,
     living_nodes,
     within,
 )
@@ -36,6 +36,10 @@ class Bundle:
     gpus: float
     resources: dict[str, float] = field(default_factory=dict)
     """Custom resources."""
+
+
+PENDING_S = 10.0
+"""Seconds of a wait for places after which the first warning says what is missing."""
 
 
 class RayResourcePool(ResourcePool):
@@ -58,6 +62,7 @@ class RayResourcePool(ResourcePool):
         deadlines: Deadlines | None = None,
         gpus_per_process: float = 1.0,
         resources: Mapping[str, float] | None = None,
+        labels: Mapping[str, str] | None = None,
         detached: bool = False,
     ) -> None:
         """Store the sizes; the first worker group on the pool reserves the places.
@@ -75,6 +80,7 @@ class RayResourcePool(ResourcePool):
             deadlines: limits of the waits, in seconds; None takes the defaults.
             gpus_per_process: GPUs per place, also a fraction of one.
             resources: amounts of custom resources per place.
+            labels: labels that the nodes must have, such as {"ray.io/accelerator-type": "H100"}.
             detached: the places outlive the driver, until `release()`.
 
         Raises:
@@ -88,7 +94,7 @@ class RayResourcePool(ResourcePool):
         self.nodes = list(nodes)
         self.deadlines = deadlines or Deadlines()
         self.gpus_per_process = gpus_per_process
-        self.resources = dict(resources or {})
+        self.resources, self.labels = dict(resources or {}), dict(labels or {})
         self.detached = detached
         self._bundles: list[Bundle] | None = None
 
@@ -125,6 +131,7 @@ class RayResourcePool(ResourcePool):
                 name=f"{self.name}-{entry}",
                 lifetime="detached" if self.detached else None,
                 _soft_target_node_id=target,
+                bundle_label_selector=[self.labels] * count if self.labels else None,
             )
             for entry, (count, target) in enumerate(zip(self.store, targets, strict=True))
         ]
@@ -165,22 +172,24 @@ class RayResourcePool(ResourcePool):
         return need | self.resources
 
     def _await(self, groups: Sequence[PlacementGroup], need: dict[str, float]) -> None:
-        clock = WaitClock(
-            f"placement of pool {self.name}", self.deadlines.placement_s, self.deadlines.warn_s
-        )
+        warn_s = min(self.deadlines.warn_s, PENDING_S)
+        clock = WaitClock(f"placement of pool {self.name}", self.deadlines.placement_s, warn_s)
         wanted = f"{self.store} processes of {amounts(need)} each"
+        if self.labels:
+            wanted += f" on nodes with {', '.join(map('='.join, self.labels.items()))}"
+        shortage = partial(describe_shortage, need, self.world_size)
         waiting = [group.ready() for group in groups]
         while waiting:
             waiting = ray.wait(waiting, num_returns=len(waiting), timeout=clock.remaining())[1]
             if waiting and clock.is_over():
                 raise WaitTimeoutError(
                     f"{clock.summary}: the cluster did not provide {wanted} within "
-                    f"{clock.limit_s:.0f} s (timeouts.placement_s). Free now: {free_resources()}. "
-                    "Stop the programs that use the resources, make the pool smaller, or, if CPUs "
-                    "are short, lower cpus_per_process."
+                    f"{clock.limit_s:.0f} s (timeouts.placement_s); {shortage()}. Stop the "
+                    "programs that hold the resources, make the pool smaller, or, if CPUs are "
+                    "short, lower cpus_per_process."
                 )
             if waiting:
-                clock.warn_if_old(lambda: f"{wanted}; free now: {free_resources()}")
+                clock.warn_if_old(lambda: f"{wanted}; {shortage()}")
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> None:
@@ -270,7 +279,7 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     if pool.nodes:
         return [node.key or None for node in pool.nodes]
 
-    nodes = living_nodes()
+    nodes = [node for node in living_nodes() if pool.labels.items() <= node["Labels"].items()]
     room = sum(_num_processes(node["Resources"], need) for node in nodes)
     if room < pool.world_size:
         raise PlacementError(

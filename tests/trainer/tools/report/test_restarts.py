@@ -8,7 +8,8 @@ import pytest
 
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, restarts
-from trainer.restarts import Restarts, describe_restarts
+from trainer.restarts import Restarts
+from trainer.tools.report.summary import describe_restarts
 from verl_like.errors import WorkerDiedError
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import signal
 import socket
 import threading
@@ -29,6 +30,7 @@ from verl_like import (
     ResourcePool,
     gather,
 )
+from verl_like.backends.ray import pools
 from verl_like.calls.diagnose import Deadlines
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerDiedError, WorkerError
 
@@ -70,8 +72,11 @@ def test_local_and_ray_agree_bit_for_bit() -> None:
         assert local.meta_info == on_ray.meta_info
 
 
-def test_a_shortage_of_cpus_raises_an_error() -> None:
-    hog = RayResourcePool([1], cpus_per_process=15.0)
+def test_a_shortage_of_cpus_raises_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pools, "PENDING_S", 0.1)
+    hog = RayResourcePool([1], cpus_per_process=15.0, name_prefix="hog")
     hog.bundles()
     pool = RayResourcePool(
         [4], cpus_per_process=1.0, name_prefix="late", deadlines=Deadlines(placement_s=1.0)
@@ -84,6 +89,10 @@ def test_a_shortage_of_cpus_raises_an_error() -> None:
             RayWorkerGroup(pool, RayClassWithInitArgs(Adder))
     finally:
         hog.release()
+    shortage = r"free: 1 CPU; missing: 3 CPU; held by placement group hog-\w+-0 \(15 CPU\)"
+    assert re.search(rf"\[4\] processes of 1 CPU each; {shortage}", caplog.text)
+    with pytest.raises(PlacementError, match="room for 0"):
+        RayResourcePool([1], cpus_per_process=1.0, labels={"rack": "none"}).bundles()
     with pytest.raises(
         PlacementError,
         match=r"needs 2 processes \(20 CPU each\).* room for 0 in total. Nodes: .*: 16 CPU",

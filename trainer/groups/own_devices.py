@@ -1,0 +1,48 @@
+"""The devices of this machine in words, for `verl-like check`."""
+
+from __future__ import annotations
+
+import math
+
+from trainer.config.devices import devices_of
+from trainer.config.schema import RunConfig
+from trainer.groups.nodes import devices_here, joined_cluster, needs_of_pools
+from verl_like.placement.pools import NodeSpec
+
+
+def describe_devices(config: RunConfig) -> str:
+    """Describe the devices of this machine; raise if they do not suit the configuration."""
+    trainer, joins = config.trainer, joined_cluster(config)
+    if trainer.simulate is not None:
+        where = f"each of {trainer.nnodes} nodes" if trainer.nnodes > 1 else "1 node"
+        return (
+            f"Devices: {_count_devices(config)} on {where}, simulated by --gpus "
+            f"{trainer.simulate} (trainer.simulate); the software of such machines was not checked"
+            f"{_note_of_idle_gpus(config)}"
+        )
+    if trainer.backend == "ray" and (joins or trainer.nnodes > 1):
+        where = joins or "on this machine"
+        return f"Devices: those of the Ray cluster {where}, which were not checked"
+    return f"Devices: {_count_devices(config)} on this machine{_note_of_idle_gpus(config)}"
+
+
+def _count_devices(config: RunConfig) -> str:
+    count, kind = config.trainer.n_gpus_per_node, devices_here(config)
+    if kind == "CPU slot":
+        return f"{count} CPU slots" if count > 1 else "1 CPU slot"
+    return f"{devices_of(config.trainer).num_gpus} x {kind}"
+
+
+def _note_of_idle_gpus(config: RunConfig) -> str:
+    """Return a further line that names the keys with which a run uses more GPUs, or ""."""
+    trainer, has = config.trainer, devices_of(config.trainer)
+    num_gpus = 0 if has.type == "cpu" else trainer.nnodes * (has.num_gpus or 0)
+    node, needs = NodeSpec("", num_gpus, 0.0, "GPU"), needs_of_pools(config)
+    pools = config.resource_pool_spec.items()
+    used = math.ceil(sum(sum(sizes) * needs[pool].devices_on(node) for pool, sizes in pools))
+    if used >= num_gpus:
+        return ""
+    way = f"raise {config.pool_keys or 'resource_pool_spec'} to use more"
+    if not config.pool_keys and trainer.n_gpus_per_node != has.num_gpus:
+        way = f"set trainer.n_gpus_per_node={has.num_gpus} to use all"
+    return f"\nnote: this run uses {used} of {num_gpus} GPUs; {way}"
