@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: addresses from `pyproject.toml`, anchors of keys, `llms.txt` from the nav.
+"""Hooks of mkdocs: addresses, formulas, anchors of keys, `llms.txt` from the nav.
 
 `llms.txt` (https://llmstxt.org) lists the pages of the site for language models: the title in the
 nav, the address, and the first sentence of each page.
@@ -24,7 +24,16 @@ def on_config(config: Any) -> Any:
         config.site_url = urls["Documentation"]
         config.repo_url = urls["Repository"]
         config.edit_uri = "edit/main/docs/"
+    fence = {"name": "math", "class": "math", "format": to_mathml}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [fence]}
     return config
+
+
+def to_mathml(source: str, *_: Any, **__: Any) -> str:
+    """Return a formula as MathML, which browsers show without a script."""
+    from latex2mathml.converter import convert  # type: ignore[import-untyped,unused-ignore]
+
+    return convert(source, display="block")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

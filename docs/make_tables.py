@@ -282,11 +282,11 @@ def column_table() -> str:
     for column in COLUMNS.values():
         key = (f"`{column.shape}`", str(column.dtype), column.written_by)
         names.setdefault(key, []).append(column.name)
-    rows = []
+    rows = list[str]()
     for (*about, writer), columns in names.items():
         shown = [] if tuple(about) == USUAL_COLUMN else about
-        rows.append([" ".join([_code(columns), *shown]), writer])
-    return _list(rows)
+        rows.append(f"{' '.join([_code(columns), *shown])}|{' '.join(writer.split())}")
+    return "\n".join(["Columns|Written by", "---|---", *rows])
 
 
 USUAL_COLUMN = ("`[rows, R]`", "float32")
@@ -369,16 +369,19 @@ def correction_table() -> str:
 
 
 def command_list() -> str:
-    """The help text of every command."""
+    """Return the usage of every command, and what it does; its help has the options."""
     parts = []
     for command, path in COMMANDS.items():
         module = importlib.import_module(path.rpartition(".")[0])
-        parts.append(f"## `{command}`\n\n```text\n{inspect.getdoc(module)}\n```")
+        paragraphs = (inspect.getdoc(module) or "").split("\n\n")
+        usage = paragraphs[0]
+        meaning = re.split(r"[.:](?:\s|$)", " ".join(paragraphs[1].split()))[0]
+        parts.append(f"## `{command}`\n\n{meaning}.\n\n```text\n{usage}\n```")
     return "\n\n".join(parts)
 
 
 def metric_lists() -> str:
-    """Return a list for every group of metrics in the report's `metrics.yaml`.
+    """Return a table for every group of metrics in the report's `metrics.yaml`.
 
     A unit that the meaning contains is left out.
     """
@@ -386,11 +389,10 @@ def metric_lists() -> str:
     parts = []
     for title, metrics in groups.items():
         rows = [
-            f"- `{name}`{'' if unit == '-' or unit in meaning else f' ({unit})'}: "
-            + " ".join(meaning.split())
+            f"`{name}`|{'' if unit == '-' or unit in meaning else unit}|{_cell(meaning)}"
             for name, (unit, meaning) in metrics.items()
         ]
-        parts.append("\n".join([f"## {title}", "", *rows]))
+        parts.append("\n".join([f"## {title}", "", "Metric|Unit|Meaning", "---|---|---", *rows]))
     return "\n\n".join(parts)
 
 
@@ -416,11 +418,11 @@ def preset_card_list() -> str:
     for preset in PPO.preset_names("algorithm"):
         sources = preset_sources("algorithm", preset)
         to_set = left_to_the_user("algorithm", preset)
-        keys = []
+        keys = ["Setting|Source", "---|---"]
         for name, value in preset_leaves("algorithm", preset).items():
             shown = "..." if name in to_set else _show(value).strip("`")
             short = name.removeprefix("actor_rollout_ref.")
-            keys.append(f"- `{short}={shown}`: {sources[name]}")
+            keys.append(f"`{short}={shown}`|{sources[name]}")
         parts.append(_card("algorithm", preset, ["\n".join(keys)]))
     return "\n\n".join(parts)
 
@@ -446,15 +448,15 @@ def _algorithm_cards(kind: str, cards: list[Card]) -> str:
 
 
 def _algorithm_card(kind: str, card: Card) -> str:
-    facts = [f"- **Source:** {' '.join(card.source.split())}"]
+    facts = [f"**Source:** {' '.join(card.source.split())}"]
     if keys := [
         key.removeprefix("actor_rollout_ref.actor.") for key in card.keys if key != LOSS_AGG_MODE
     ]:
-        facts.append(f"- **Keys:** {_code(keys)}")
-    facts.append(f"- **Watch:** {' '.join(card.watch.split())}")
+        facts.append(f"**Keys:** {_code(keys)}")
+    facts.append(f"**Watch:** {' '.join(card.watch.split())}")
     if card.names[1:]:
-        facts.insert(0, f"- **Also called:** {_code(card.names[1:])}")
-    return _card(kind, card.names[0], [card.formula, "\n".join(facts)])
+        facts.insert(0, f"**Also called:** {_code(card.names[1:])}")
+    return _card(kind, card.names[0], [card.formula, "  \n".join(facts)])
 
 
 def _card(kind: str, name: str, about: list[str]) -> str:

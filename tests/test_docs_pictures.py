@@ -6,6 +6,8 @@ import html
 import re
 from fnmatch import fnmatchcase
 
+import pytest
+
 from tests import ROOT
 from tests.conftest import load
 from trainer.ppo.recipe import PPO
@@ -47,6 +49,26 @@ def test_the_timeline_has_the_methods_of_the_roles() -> None:
     methods = {text for text in words("gantt.svg") if re.fullmatch("[a-z]+(_[a-z]+)+", text)}
     assert {"update_actor", "update_critic"} <= methods
     assert methods <= {*METHOD_COLORS, "update_weights"}
+
+
+def test_the_clip_of_the_picture_is_that_of_the_loss() -> None:
+    clip = load("docs/draw_clip.py")
+    assert words("clip.svg") == {*clip.LINES, "ratio r", "loss"}
+    ratios, good = clip.losses(1.0)
+    flat = [ratio for ratio, loss in zip(ratios, good, strict=True) if loss == good[-1]]
+    assert min(flat) == pytest.approx(1.2, abs=0.011)
+
+
+@pytest.mark.parametrize("page", ["ppo_explained.md"])
+def test_formulas_become_mathml(page: str) -> None:
+    pytest.importorskip("latex2mathml")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    formulas = re.findall(r"^```math\n(.*?)^```", text, re.M | re.S)
+    assert len(formulas) == 4
+    for formula in formulas:
+        mathml = load("docs/hooks.py").to_mathml(formula)
+        assert mathml.startswith("<math")
+        assert "\\" not in mathml.replace(formula, "")
 
 
 def test_the_pictures_are_small_and_every_page_has_them() -> None:

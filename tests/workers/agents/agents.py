@@ -59,6 +59,21 @@ async def counts_async(row, base_url, api_key):
     return 3
 
 
+def with_package(row, base_url, api_key):
+    """Run an agent that a page prints, on the prompt of these tests."""
+    agent = load_from_page("api_clients.md", f"def {row['function']}(")
+    return agent({"prompt": ASK}, base_url, api_key)
+
+
+def load_from_page(page, start):
+    """Return the function or class that begins with `start` in a block of a page of the docs."""
+    text = (pathlib.Path(__file__).parents[3] / "docs" / page).read_text("utf-8")
+    [block] = [b for b in re.findall(r"```python\n(.*?)```", text, re.S) if start in b]
+    space = {}
+    exec(block, space)
+    return space[re.search(r"\w+", start.partition(" ")[2])[0]]
+
+
 def streams(row):
     """Play the same turns by streams."""
     client, messages = openai.OpenAI(), list(ASK)

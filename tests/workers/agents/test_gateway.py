@@ -88,6 +88,15 @@ def test_asynchronous_and_streamed_requests_give_the_same_bits(play: Play, name:
     assert_same_bits(play(name), play("counts"))
 
 
+@pytest.mark.parametrize("package", ["litellm", "smolagents", "dspy"])
+def test_the_agent_that_a_page_prints_for_a_package_plays_a_turn(play: Play, package: str) -> None:
+    pytest.importorskip(package)
+    arguments = {"row": {"function": f"with_{package}"}}
+    [played] = play("with_package", arguments=arguments)
+    assert not played.problem
+    assert sampled_mask(played).any()
+
+
 def test_a_row_of_token_ids_has_the_sent_and_sampled_ids(play: Play) -> None:
     for trajectory in play("by_ids", num=2):
         assert (trajectory.problem, trajectory.num_turns) == ("", 3)
