@@ -7,7 +7,6 @@ The repository's address comes from `pyproject.toml`.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 import re
@@ -34,7 +33,7 @@ from worked_tables import memory_table, token_weights
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
-from trainer.cli.main import COMMANDS
+from trainer.cli import main as main_command
 from trainer.cli.plan_sections import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
@@ -369,15 +368,8 @@ def correction_table() -> str:
 
 
 def command_list() -> str:
-    """Return the usage of every command, and what it does; its help has the options."""
-    parts = []
-    for command, path in COMMANDS.items():
-        module = importlib.import_module(path.rpartition(".")[0])
-        paragraphs = (inspect.getdoc(module) or "").split("\n\n")
-        usage = paragraphs[0]
-        meaning = re.split(r"[.:](?:\s|$)", " ".join(paragraphs[1].split()))[0]
-        parts.append(f"## `{command}`\n\n{meaning}.\n\n```text\n{usage}\n```")
-    return "\n\n".join(parts)
+    """Return what `verl-like --help` prints."""
+    return f"```text\n{inspect.getdoc(main_command)}\n```"
 
 
 def metric_lists() -> str:

@@ -16,6 +16,7 @@ def test_the_metrics_of_steps_arrive_in_mlflow(
 ) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tmp_path.as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # without a server or a database
     config = PPOConfig()
     config = replace(config, trainer=replace(config.trainer, project_name="math"))
     tracker = load_from_page("logging.md", "class MLflow:")(config, 2)
