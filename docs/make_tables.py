@@ -472,13 +472,13 @@ def _code(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _list(rows: list[list[str]]) -> str:
-    """Names: what they are (source), with the keys that are read."""
-    lines = []
+def _list(rows: list[list[str]], head: str = "Name|Meaning") -> str:
+    """Return a table of names, and what they are (source), with the keys that are read."""
+    lines = [head, "---|---"]
     for names, what, *more in rows:
         source = f" ({' '.join(more[0].split())})" if more else ""
         keys = f" Keys: {more[1]}." if more[1:] and more[1] else ""
-        lines.append(f"- {names}: {' '.join(what.split())}{source}{keys}")
+        lines.append(f"{names}|{_cell(what)}{_cell(source)}{keys}")
     return "\n".join(lines)
 
 
@@ -503,7 +503,7 @@ def flat_name_table() -> str:
         assert OF_POLICY.sub("", f"`{OF_PPO[name]}`") == f"`{OF_ROWS[name]}`", name
     own = [f"`{name}` (`{key}`)" for name, key in OF_ROWS.items() if name not in OF_PPO]
     return (
-        f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{_list(rows)}\n\n"
+        f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{_list(rows, 'Keyword|Key')}\n\n"
         f"`SFT`, `RewardModelTraining`, `DPO` and `KTO` have {_code(alike)} and {', '.join(own)}.\n"
         "Their keys have no `actor_rollout_ref.` or `actor.`: `lr` is `optim.lr`."
     )
@@ -618,7 +618,8 @@ def migration_list(
             rejected[name] = reason_of(said)
         elif flag.strip("`") in common:
             renamed.setdefault(said, []).append(name)
-    lines = [f"- {_joined(names)}: {said}" for said, names in renamed.items()]
+    lines = ["There|Here", "---|---"]
+    lines += [f"{_joined(names)}|{_cell(said)}" for said, names in renamed.items()]
     general = _most_general([*rejected])
     by_reason = {
         reason: _joined([name for name in general if rejected[name] == reason])

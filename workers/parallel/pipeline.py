@@ -82,7 +82,7 @@ def schedule(kind: str, rank: int, num_ranks: int, num_passes: int) -> list[Acti
 
 
 def max_pending_passes(kind: str, rank: int, num_ranks: int) -> int:
-    """Return how many forward passes of a rank wait at most for their backward passes.
+    """Return the largest number of forward passes of a rank that wait for their backward passes.
 
     A pass goes through all stages of the rank. Under gpipe, all passes of a mini-batch wait; this
     assumes as many passes as ranks.
