@@ -1,4 +1,4 @@
-"""One rank of `bench_memory.py`: bytes of a role's tensors, measured and predicted.
+"""Bytes of a role's tensors, measured and predicted.
 
     python benchmarks/memory_side.py FOLDER CASE
 

@@ -26,13 +26,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from train_side import MODEL
 
 PROMPT, LONGEST = 8, 256
 NUM_ROWS, NUM_STEPS = 64, 6
 """Rows (or pairs) per step; number of steps, the first of which warms up."""
 LEARNING_RATE = 1e-4
 KINDS = ("full", "tailed")
+MODEL = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
 Row = dict[str, list[int]]
 Step = Callable[[int], float]
 """Runs the training step with this number, on its own rows; returns the loss."""

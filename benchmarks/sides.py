@@ -81,28 +81,3 @@ def ask(python: str, *arguments: str) -> Any:
     # Ray may print lines after it.
     answers = [line for line in done.stdout.splitlines() if line[:1] in ("{", "[")]
     return json.loads(answers[-1] if answers else "null")
-
-
-def ask_ranks(num_ranks: int, script: str, *arguments: str) -> list[Any]:
-    """Return the JSON that each rank of one of our scripts prints last; gloo connects the ranks."""
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    common = ENV | {"PYTHONPATH": str(HERE.parent), "GLOO_SOCKET_IFNAME": "lo"}
-    if num_ranks > 1:
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-        common |= {"WORLD_SIZE": str(num_ranks)}
-    processes = []
-    for rank in range(num_ranks):
-        ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}
-        command = [sys.executable, script, *arguments]
-        processes.append(
-            subprocess.Popen(command, env=common | ranks, stdout=subprocess.PIPE, text=True)
-        )
-    results = []
-    for process in processes:
-        output, _ = process.communicate(timeout=1800)
-        if process.returncode:
-            sys.exit(f"{process.args} failed with {process.returncode}")
-        results.append(json.loads(output.strip().splitlines()[-1]))
-    return results
