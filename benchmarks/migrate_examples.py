@@ -67,7 +67,8 @@ ENVIRONMENT = {
     **{"ARNOLD_WORKER_NUM": "1", "ARNOLD_WORKER_GPU": "8"},
 }
 PRELOADED = [
-    *("tests.rare_collections", "tests.foreign_functions", "peft", "tests.warm", "tests.frozen"),
+    *("tests.rare_collections", "tests.foreign_functions", "peft"),
+    *("workers.training.build", "tests.frozen"),
     *("trainer.cli.check", "trainer.tools.rehearsal.rehearse"),
 ]
 """Modules that the processes of a rehearsal have from the start."""

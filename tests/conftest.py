@@ -44,7 +44,11 @@ PRELOADED = [
     "peft",  # first, because bitsandbytes, which it loads, changes functions of torch
     "tests.foreign_functions",  # torch, transformers, then ours
     "pytest",
-    "tests.warm",
+    "tests.integration.runs",
+    "trainer.cli.make_tiny",
+    "workers.rollout.native.engine",
+    "workers.rollout.hf",
+    "workers.training.build",
     "tests.frozen",
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

@@ -20,7 +20,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig
 from workers.models.attention import resolve_attention
-from workers.models.classes import base_of, build_class, freeze_towers, language_of, model_class
+from workers.models.classes import (
+    MODEL_ERRORS,
+    base_of,
+    build_class,
+    freeze_towers,
+    language_of,
+    model_class,
+)
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.precision import precision_of
 
@@ -107,8 +114,6 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
 
     Its parameters are on the meta device; its buffers are on the CPU. It will compute on `device`.
     """
-    from workers.models.support.stand_in import MODEL_ERRORS
-
     precision = precision_of(config, device.type)
     folder = model_folder(config.path)
     if not (folder / "config.json").is_file():

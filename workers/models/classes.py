@@ -17,24 +17,42 @@ from torch import nn
 
 from workers.models.state import named_state
 
+MODEL_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""Errors that transformers' classes raise for unsupported requests."""
+
 
 def model_class(config: Any) -> Any:
     """Return the class that the config names in `architectures`, or that of its model type.
 
     Raise a ValueError if the installed transformers has no generative class for the model type.
     """
-    from transformers.models.auto import modeling_auto as auto
-
-    known: list[Any] = []
-    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
-        classes = mapping.get(type(config), ())
-        known += classes if isinstance(classes, list | tuple) else [classes]
+    known = generative_classes(config)
     if not known:
         raise ValueError(
             f"the installed transformers has no causal LM for model type {config.model_type!r}"
         )
     named = [cls for cls in known if cls.__name__ in (config.architectures or ())]
     return (named or known)[0]
+
+
+def generative_classes(config: Any) -> list[Any]:
+    """Return transformers' generative classes of a model type."""
+    from transformers.models.auto import modeling_auto as auto
+
+    known: list[Any] = []
+    for mapping in (auto.MODEL_FOR_CAUSAL_LM_MAPPING, auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
+        classes = mapping.get(type(config), ())
+        known += classes if isinstance(classes, list | tuple) else [classes]
+    return list(dict.fromkeys(known))
 
 
 def build_class(config: Any, **settings: Any) -> Any:

@@ -7,8 +7,8 @@
         states = module(**inputs)               # in the last stage, the model's outputs
 
 Names and numbers of layers are those of the whole model. Parts of other stages return their inputs
-unchanged, and embeddings return the states that the previous stage sent. Whether this works for a
-class is first tested on a small model of it (`workers.training.parts.pipeline`).
+unchanged, and embeddings return the states that the previous stage sent. This does not work for
+every class (`workers.models.support`).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 It is for comparison, not for speed. Its loop, cache and attention are transformers'. As in the
 native engine, `workers.rollout.sampling` chooses each token, so a seed gives the same noise in both
-engines. If the cache of a model's class fails a test (`cache_problem`), the engine decodes without
-a cache, by a pass over the whole row for each token.
+engines. If the cache of a model's class is not known to be right, the engine decodes without a
+cache, by a pass over the whole row for each token.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.models.folder import factor_border
 from workers.models.state import named_state
-from workers.models.support.proof import FAILS, Support, relative_error
-from workers.models.support.stand_in import VOCABULARY
+from workers.models.support import Support
 from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
 from workers.rollout.module_engine import ModuleRolloutEngine
 from workers.rollout.sample import UNFINISHED, Sample, num_of_older_weights
@@ -50,7 +49,7 @@ class HFRolloutEngine(ModuleRolloutEngine):
         module.generation_config = GenerationConfig()
         width = limits.prompt_width + limits.response_width
         _check_rotary(module.config, width)
-        reason = cache_problem(module.config, width)
+        reason = Support.of(module.config).why_not("cached", width)
         self.uses_cache = not reason
         if reason:
             logger.warning(
@@ -212,84 +211,12 @@ class _Decoding:
         return torch.tensor([bool(self.finish_reason)], device=ids.device)
 
 
-PROMPTS, NUM_STEPS = (24, 3, 1), 24
-"""Lengths of the test prompts, which are decoded one after the other, and of their responses.
-
-The prompt of one token finds classes that store their state in their modules. They take this token
-for the next token of the previous row.
-"""
-LARGEST_ERROR = 2e-5
-"""Largest relative error of logits that counts as rounding. If it is larger, no cache is used."""
-
-
-def cache_problem(config: Any, longest: int) -> str:
-    """Return why models with this config are not decoded with a cache, or "" if they are.
-
-    Each class has its own cache, and some are wrong: the state of a linear attention differs from
-    that of the whole row (minimax), or positions restart. So a tiny model of the class decodes a
-    few rows greedily, and the logits of each step are compared with a plain pass over the row. The
-    rows are longer than every limit (such as a window) that this run's rows can exceed. If logits
-    differ, the rows are also decoded without a cache, because a class may compute the logits of a
-    prefix differently from those of the whole row.
-    """
-    return Support.of(config).why_not(generation_with_cache, longest)
-
-
-def generation_with_cache(model: Any) -> str:
-    """Return what is wrong with cached decoding on this model; "" if nothing is."""
-    # all rows with a cache first, as in a run: a pass without cache would clear left-over state
-    cached = [_greedy_logits(model, length, use_cache=True) for length in PROMPTS]
-    plain = []  # from one pass over each prompt and its greedy tokens
-    for length, steps in zip(PROMPTS, cached, strict=True):
-        row = torch.cat([_prompt_of(length), steps.argmax(dim=1)[None, :-1]], dim=1)
-        plain.append(model(row, use_cache=False).logits[0, length - 1 :].float())
-    if max(map(relative_error, cached, plain)) <= LARGEST_ERROR:
-        return ""
-
-    plain = [_greedy_logits(model, length, use_cache=False) for length in PROMPTS]
-    worst = max(map(relative_error, cached, plain))
-    if worst <= LARGEST_ERROR:
-        return ""
-    return f"with it, the logits of a small model of its class are off by {worst:.0e}"
-
-
 def check_decoding(config: Any, longest: int) -> None:
     """Reject a class whose `generate` raises an error on text, with a cache and without."""
     support = Support.of(config)
-    for way in (generation_with_cache, generation_without_cache):
-        reason = support.why_not(way, longest)
-        if not reason.startswith(FAILS):
-            return
-    raise ConfigError(
-        f"actor_rollout_ref.rollout.name=hf cannot decode model type {config.model_type!r}: "
-        f"{reason}. Set actor_rollout_ref.rollout.name=native or vllm."
-    )
-
-
-def generation_without_cache(model: Any) -> str:
-    """Return "" if the model decodes without a cache; it raises an error otherwise."""
-    _greedy_logits(model, PROMPTS[0], use_cache=False)
-    return ""
-
-
-def _prompt_of(length: int) -> Tensor:
-    return 3 + torch.arange(length)[None] * 7 % (VOCABULARY - 3)
-
-
-def _greedy_logits(model: Any, length: int, use_cache: bool) -> Tensor:
-    """Return logits [steps, vocabulary] of a greedy response to a prompt of `length` tokens."""
-    from transformers import GenerationConfig
-
-    model.generation_config = GenerationConfig()
-    prompt = _prompt_of(length)
-    output = model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=NUM_STEPS,
-        do_sample=False,
-        pad_token_id=0,
-        use_cache=use_cache,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return torch.cat(output.logits).float()
+    reason = support.why_not("generate")
+    if reason and support.ways is not None and support.why_not("cached", longest):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.name=hf cannot decode model type {config.model_type!r}: "
+            f"{reason}. Set actor_rollout_ref.rollout.name=native or vllm."
+        )

@@ -17,7 +17,7 @@ from workers.models.attention import head_size, log_once, soft_cap
 from workers.models.causal_lm import empty_model, language_half
 from workers.models.load import load_weights
 from workers.models.precision import frozen, precision_of
-from workers.models.support.proof import Support
+from workers.models.support import Support
 from workers.parallel.fsdp import GradientWatch, shard
 from workers.parallel.groups import RankGroups
 from workers.parallel.sharding import dims_of
@@ -25,7 +25,7 @@ from workers.training.attention import describe
 from workers.training.model import Model
 from workers.training.parts import parts_of
 from workers.training.passes import AllLayers
-from workers.training.row_proof import prove_rows
+from workers.training.row_layout import choose_layout
 from workers.training.varlen import find_kernel
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def build_model(model: Model, worker: Worker) -> None:
         soft_cap(hf_config) is not None,
     )
     routers_count_tokens = bool(model.settings.router_aux_loss_coef)
-    model.row_passes = prove_rows(
+    model.row_passes = choose_layout(
         model.module,
         model.support,
         may_pack=config.use_remove_padding,

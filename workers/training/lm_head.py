@@ -8,14 +8,12 @@ for all positions.
 
 A chunk goes through the model's own `forward`, with its hidden states instead of the body. The
 model's own code therefore computes a bias, a scale, soft-capping, tied embeddings or an adapter at
-the head. Before the first large pass, a small model of the class proves that values and gradients
-are right; if they are wrong for a class, its logits are not chunked.
+the head. The logits of a class for which this is not known to be right are not chunked.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import (
     logprobs_and_entropy_from_logits,
@@ -33,10 +30,9 @@ from verl_like.tensor_ops import (
 from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.state import local_shard
-from workers.models.support.proof import Support
-from workers.models.support.stand_in import VOCABULARY
+from workers.models.support import Support
 from workers.training.microbatch import Columns
-from workers.training.packing import Feed, RowPasses, model_inputs, picked, read
+from workers.training.packing import Feed, model_inputs, picked, read
 
 if TYPE_CHECKING:
     from workers.parallel.vocabulary import VocabShard
@@ -47,8 +43,6 @@ ROWS_ON_GPU = 1024
 """Minimum rows per chunk on a GPU: with fewer, reading the head's weight takes most of the time."""
 GRADIENT_ROWS = 16384
 """Rows that are added at a time to the gradient of a weight that is not float32."""
-LARGEST_ERROR = 1e-5
-"""Largest relative error of float32 results and gradients from chunked instead of whole logits."""
 
 
 class TokenOutputs(NamedTuple):
@@ -85,7 +79,7 @@ def token_columns(
         module.config, len(labels), may_chunk, num_words, labels.device.type
     )
     if num_rows < len(labels):
-        return _in_chunks(module, feed, labels, compute, num_rows)
+        return in_chunks(module, feed, labels, compute, num_rows)
     return compute(read(module, feed), labels)
 
 
@@ -148,7 +142,7 @@ def rows_per_chunk(config: Any, num_words: int | None = None, device_type: str =
     return max(ROWS_ON_GPU if device_type == "cuda" else 1, CHUNK_BYTES // (4 * vocabulary))
 
 
-def _in_chunks(
+def in_chunks(
     module: Any, feed: Feed, labels: Tensor, compute: Callable[..., Columns], num_rows: int
 ) -> Columns:
     """Run chunks in one call of the module, so that FSDP's hooks see an ordinary pass."""
@@ -329,47 +323,12 @@ def _accumulate_into(layer: Any, sums: dict[str, Tensor]) -> Iterator[None]:
 
 def chunking_blocker(config: Any) -> str:
     """Return why the head of models with this config does not run in chunks; "" if it does."""
-    reason = Support.of(config, "eager").why_not(head_in_chunks)
-    if reason:
+    support = Support.of(config, "eager")
+    reason = support.why_not("head")
+    if reason and support.ways is not None:
         warn_once(
             f"model type {config.model_type} does not compute its head in chunks "
             f"({reason}): all logits of a pass are stored at once, 4 bytes per position "
             "and vocabulary entry. Smaller passes need less memory."
         )
     return reason
-
-
-def head_in_chunks(model: Any) -> str:
-    """Return what is wrong with the chunked head on this model."""
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ValueError("its head computes every position")
-    positions = RaggedTensor.from_rows([torch.arange(12)] * 2, 12)
-    tokens = 3 + torch.arange(24) * 7 % (VOCABULARY - 3)
-    columns = {"input_ids": positions.with_values(tokens), "position_ids": positions}
-    reads = positions.with_values(positions.values > 2)
-    feed = RowPasses().feed(columns, reads, torch.device("cpu"))
-    labels = tokens.view(2, 12).roll(-1, dims=1)[feed.reads]
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-
-    compute = functools.partial(columns_of_logits, wanted=TokenOutputs(0.7, entropy=True))
-    numbers: list[list[Tensor]] = []
-    with torch.enable_grad():
-        for at_once in (True, False):
-            if at_once:
-                columns_here = compute(read(model, feed), labels)
-            else:
-                columns_here = _in_chunks(model, feed, labels, compute, 5)
-            loss = (columns_here["log_probs"] * labels.float().sin()).sum() + columns_here[
-                "entropys"
-            ].cos().sum()
-            grads = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-            numbers.append([*(column.detach() for column in columns_here.values()), *grads])
-
-    errors = []
-    for expected, actual in zip(*numbers, strict=True):
-        size = expected.norm().clamp(min=torch.finfo(expected.dtype).tiny)
-        errors.append(float((actual - expected).norm() / size))
-    error = max(errors)
-    if error <= LARGEST_ERROR:
-        return ""
-    return f"in a small model of its class, results are off by {error:.0e}"

@@ -27,7 +27,7 @@ from workers.models.causal_lm import Head
 from workers.models.lora import adapter_parts, merged_tensors, split_tensors
 from workers.models.precision import Precision
 from workers.models.state import named_state, persistent_buffers
-from workers.models.support.proof import Support
+from workers.models.support import Support
 from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import GradientWatch, full_tensor, reshard, tensor_on_first
 from workers.parallel.groups import RankGroups

@@ -11,7 +11,7 @@ there. In a rectangle every row starts at the first column, so padding comes aft
 and affects neither recurrent states nor position counts.
 
 A packed row has all tokens and their layout; a rectangle is for models that cannot be packed.
-`workers.training.row_proof` chooses between the two.
+`workers.training.row_layout` chooses between the two.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def test_a_class_whose_logits_change_is_rejected_by_name() -> None:
     config._attn_implementation = "sdpa"
     module = nn.Module()
     module.layer, module.config = nn.Linear(2, 2), config
-    with pytest.raises(ConfigError, match="'jamba' cannot be rounded to int8 .*off by [3-9]"):
+    with pytest.raises(ConfigError, match="'jamba' cannot be rounded to int8 .in a test"):
         quantize_linears(module, CPU)
     assert type(module.layer.weight) is nn.Parameter
 

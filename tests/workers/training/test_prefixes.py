@@ -8,7 +8,7 @@ import torch
 
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
 from tests.workers.samples import PROMPT, RESPONSE, make_batch, started, tiny_config
-from tests.workers.training.test_row_proof import saved_model
+from tests.workers.training.test_row_layout import saved_model
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from workers.models.routing import COLUMN as ROUTED

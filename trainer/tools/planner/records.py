@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.tools.planner.recorder import META, Gpu, Recorder, on_meta, patched
+from trainer.tools.small_models import with_first_layers
 from verl_like.batch.protocol import DataProto, Shard
 from workers.config import ModelConfig, OptimConfig
 from workers.losses.aggregate import LossAndMetrics
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.memory_shapes import described_by, meta_model
 from workers.models.precision import name_of, precision_of
-from workers.models.support.stand_in import with_first_layers
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import sample_tokens
@@ -45,7 +45,7 @@ DECODED_ROWS = 32
 
 
 STAND_INS = {
-    "workers.training.build.prove_rows": lambda *_, **__: RowPasses("packed"),
+    "workers.training.build.choose_layout": lambda *_, **__: RowPasses("packed"),
     "workers.training.parts.compile.run_short_pass": lambda _: None,
 }
 """No passes that test the model; padding, which some models need, is not counted."""

@@ -19,20 +19,14 @@ import torch
 
 from trainer.config.keys import leaves_of
 from trainer.config.schema import RunConfig
+from trainer.tools.small_models import LARGEST, LENGTHS, VOCABULARIES, shrunk
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import ParallelConfig, RolloutConfig, has_environment
 from workers.config.conditions import is_bare_config
-from workers.models.causal_lm import model_class
+from workers.models.classes import MODEL_ERRORS, model_class
 from workers.models.folder import SMALL_FILES, model_folder, read_hf_config
-from workers.models.support.stand_in import (
-    LARGEST,
-    LENGTHS,
-    MODEL_ERRORS,
-    VOCABULARIES,
-    shrunk,
-)
 from workers.rollout.native.module_forward import can_decode
 
 C = TypeVar("C", bound=RunConfig)

@@ -1,7 +1,6 @@
 """The embedded rollout engine: a decode loop over Hugging Face causal LMs with full attention.
 
-When the engine is built, `module_forward.check_decoding` tests with a tiny model whether the
-engine decodes the model's class correctly.
+`module_forward.check_decoding` rejects classes that the engine does not decode correctly.
 
     waiting prompts --prefill, in groups--> slots of the KV cache
     slots           --decode, one token per pass--> finished samples leave, waiting prompts enter

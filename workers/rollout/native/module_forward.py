@@ -4,13 +4,8 @@ With grouped-query attention, transformers repeats the whole cache for every que
 token, which costs more than the arithmetic. `grouped_attention` copies nothing: a decode step has
 one query per head, so the queries of all heads in a group are multiplied as the rows of one matrix.
 
-`check_decoding` tests that this pass decodes like transformers. A slot cache stores only the keys
-and values of every token: no recurrent state, no window, no index. Model classes differ in masks
-and caches, so each is tested. A tiny model of the class decodes a few rows greedily, and the
-logits of each step are compared with transformers' pass over each row. The rows are longer than
-every limit (such as a window) that this run's rows can exceed. One row is decoded separately, from
-below the limits to beyond them. This finds rotary factors that change with the longest row of a
-pass (longrope), which would leave keys with other factors in the cache.
+`check_decoding` rejects a class that this pass does not decode like transformers. A slot cache
+stores only the keys and values of every token: no recurrent state, no window, no index.
 """
 
 from __future__ import annotations
@@ -27,16 +22,9 @@ from transformers.masking_utils import sdpa_mask
 
 from verl_like.errors import ConfigError
 from workers.models.attention import override_attention
-from workers.models.support.proof import LONGEST, Support, relative_error
-from workers.models.support.stand_in import LIMIT, VOCABULARY
+from workers.models.support import Support
 from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
-from workers.rollout.native.kv_cache import (
-    SlotCache,
-    Slots,
-    min_window,
-    prefill_width,
-    slot_width,
-)
+from workers.rollout.native.kv_cache import SlotCache
 
 AddImages = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -166,17 +154,9 @@ def grouped_decoding(module: Any) -> Iterator[None]:
         yield
 
 
-PROMPTS = ((30, 3, 17, 24), (3,))
-"""Lengths of the test prompts, in two groups that are decoded separately."""
-PROMPT_WIDTH, NUM_STEPS = 32, 24
-"""Prompt width and decode steps of the test, so that the cache grows once."""
-LARGEST_ERROR = 3e-4
-"""Largest relative error of logits that counts as correct; wrong ones are off by 2e-3 or more."""
-
-
 def check_decoding(config: Any, longest: int) -> None:
     """Reject a model whose class fails the test of decoding on rows of up to `longest` tokens."""
-    reason = native_problem(config, longest)
+    reason = Support.of(config).why_not("native", longest)
     if reason:
         raise ConfigError(
             "actor_rollout_ref.rollout.name=native is not known to decode model type "
@@ -193,56 +173,6 @@ def can_decode(config: Any, longest: int) -> bool:
     except ConfigError:
         return False
     return True
-
-
-def native_problem(config: Any, longest: int) -> str:
-    """Return what is wrong with this engine's decoding of models with this config, or ""."""
-    return Support.of(config).why_not(slot_cache_decoding, longest)
-
-
-def slot_cache_decoding(model: Any) -> str:
-    """Return what is wrong with decoding this model from a slot cache; "" if nothing is."""
-    decoded = [row for lengths in PROMPTS for row in _decoded(model, lengths)]
-    worst = 0.0
-    for row, logits in decoded:
-        plain = model(torch.tensor([row]), use_cache=False).logits[0, -len(logits) :].float()
-        worst = max(worst, relative_error(logits, plain))
-    if worst <= LARGEST_ERROR:
-        return ""
-
-    size = f"off by {worst:.0e}" if worst < torch.inf else "not finite"
-    return (
-        f"the logits of a small test model of its class are {size} (this run's rows have up to "
-        f"{LONGEST} tokens; windows, chunks and original lengths that they exceed are {LIMIT} "
-        "tokens in the test model)"
-    )
-
-
-def _decoded(model: Any, lengths: tuple[int, ...]) -> list[tuple[list[int], Tensor]]:
-    """Return each prompt with its greedy response, and the logits of every step."""
-    prompts = [
-        tuple(6 + (7 + row) * place % (VOCABULARY - 6) for place in range(length))
-        for row, length in enumerate(lengths)
-    ]
-    config, positions = model.config.get_text_config(), torch.tensor(lengths)
-    width = slot_width(config, PROMPT_WIDTH, NUM_STEPS)
-    slots = Slots(len(prompts), width, min_window(config), positions.device)
-    cache = SlotCache(config.num_hidden_layers, slots)
-
-    with grouped_decoding(model):
-        forward = ModuleForward(model, cache)
-        cache.fit(1 + PROMPT_WIDTH, 0)
-        width = prefill_width(max(lengths), PROMPT_WIDTH)
-        logits = [forward.prefill(prompts, width, torch.arange(len(prompts)), 0)]
-        for step in range(NUM_STEPS - 1):
-            cache.fit(max(lengths) + step + 2, len(prompts))
-            logits.append(forward.decode(logits[-1].argmax(dim=1), positions + step))
-
-    steps = torch.stack(logits, dim=1).float()
-    tokens = steps.argmax(dim=2).tolist()
-    return [
-        ([*prompt, *new[:-1]], row) for prompt, new, row in zip(prompts, tokens, steps, strict=True)
-    ]
 
 
 def check_model(config: Any, width: int) -> None:

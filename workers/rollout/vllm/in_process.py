@@ -12,8 +12,8 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.images import ImageRef, opened
+from workers.models.classes import MODEL_ERRORS
 from workers.models.images import image_reader
-from workers.models.support.stand_in import MODEL_ERRORS
 from workers.rollout.base import EngineLimits, TakeBudget
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.lockstep import Lockstep, on_all_ranks

@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError
-from workers.models.support.proof import Support
+from workers.models.support import Support
 from workers.training.model import Model, ModelPart
 from workers.training.parts.layers import NF4, ExpertSpread, Int8, Lora, MatrixSplit, RouterReplay
-from workers.training.row_proof import PADDED_BY_USER, check_split
+from workers.training.row_layout import PADDED_BY_USER, check_split
 
 if TYPE_CHECKING:
     from workers.config.model import ModelConfig

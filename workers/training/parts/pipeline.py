@@ -5,9 +5,7 @@ other ranks. After that, passes go through `PipelineLayers`, in the order of the
 (`workers.parallel.pipeline`).
 
 `check_stages` runs before a device is taken. A model class may scale embeddings in its forward
-pass, add positions to them, or have layers that read the states of other layers. Therefore a small
-model of the class is split after every layer, in one process, and must compute the same outputs as
-the whole model.
+pass, add positions to them, or have layers that read the states of other layers.
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import recomputed_layers
 from workers.models.memory_shapes import meta_model
-from workers.models.support.proof import Support, relative_error
+from workers.models.support import Support
 from workers.parallel.fsdp import begin_pass, note_all_units
 from workers.parallel.pipeline import (
     Action,
@@ -37,11 +34,10 @@ from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.model import Model, ModelPart
-from workers.training.packing import RowPasses, model_inputs, read
+from workers.training.packing import model_inputs
 from workers.training.parts.layers import MatrixSplit
 from workers.training.passes import Named
 from workers.training.readings import Reading
-from workers.training.row_proof import LARGEST_ERROR, probe_rows
 
 
 class StagePlan(ModelPart):
@@ -197,32 +193,6 @@ class PipelineLayers:
         )
 
 
-def stages_of_a_layer(model: Any) -> str:
-    """Return what goes wrong when each layer is a separate stage; "" if nothing does."""
-    try:
-        num_layers = len(StageParts.of(model).layers)
-    except NoStages as error:
-        return str(error)
-    columns, reads = probe_rows()
-    feed = RowPasses().feed(columns, reads, torch.device("cpu"))
-    expected = read(model, feed)
-    inputs = model_inputs(model, feed)
-    if num_layers == 1:
-        return ""
-    stages = Stages(model, [range(number, number + 1) for number in range(num_layers)])
-    received: list[Tensor] = []
-    for stage in range(stages.last):
-        with stages.computing(stage, received):
-            received = [model(**inputs)]
-        if received[0].shape[:2] != feed.inputs["input_ids"].shape:
-            return f"its layers hand on states of {list(received[0].shape)}"
-    with stages.computing(stages.last, received):
-        output = read(model, feed)
-    off = relative_error(output, expected)
-    message = f"a small model of its class, split after every layer, is off by {off:.0e}"
-    return message if off > LARGEST_ERROR else ""
-
-
 def check_stages(
     module: Any, support: Support, pp: int, schedule: str, ep: int, section: str
 ) -> list[range]:
@@ -240,7 +210,7 @@ def check_stages(
                 f"the {len(parts.layers)} layers of {model_type}. Set "
                 f"{section}.pp to at most {max(len(parts.layers) // num_chunks(schedule), 1)}."
             )
-        reason = support.why_not(stages_of_a_layer)
+        reason = support.why_not("stages")
         if reason:
             raise NoStages(reason)
         ranges = stage_ranges(module, num_stages, ep)

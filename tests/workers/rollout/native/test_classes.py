@@ -10,11 +10,9 @@ import pytest
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.models.walk import LARGEST_ERROR, decoding_error
 from verl_like.errors import ConfigError
-from workers.models.support import proof as model_proof
-from workers.models.support.stand_in import stand_in
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.native import module_forward
 from workers.rollout.native.engine import NativeRolloutEngine
+from workers.rollout.native.module_forward import check_decoding
 from workers.rollout.sample import Sample
 
 PROMPT, RESPONSE = 32, 40
@@ -43,39 +41,15 @@ def test_classes_that_decode_wrong_are_rejected_with_alternatives(case: str) -> 
 @pytest.mark.parametrize("case", ["mistral", "phi3+longrope"])
 def test_limits_longer_than_any_row_are_ignored(case: str) -> None:
     config = build_tiny(tiny_model_config(case)).config
-    assert module_forward.native_problem(config, longest=16) == ""
-    assert "up to 17 tokens" in module_forward.native_problem(config, longest=17)
-
-
-def test_one_proof_serves_all_lengths_within_the_same_limits(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    models = []
-
-    def recorded(*arguments: Any) -> Any:
-        models.append(arguments)
-        return stand_in(*arguments)
-
-    monkeypatch.setattr(model_proof, "stand_in", recorded)
-    model_proof._answer_of.cache_clear()
-    config = build_tiny(tiny_model_config("mistral")).config
-    for longest in (17, 30, 90):
-        assert f"up to {longest} tokens" in module_forward.native_problem(config, longest)
-    for longest in (9, 16):
-        assert module_forward.native_problem(config, longest) == ""
-    assert len(models) == 2
-
-
-def test_a_class_without_a_small_model_is_rejected() -> None:
-    config = tiny_model_config("llama")
-    config.num_hidden_layers, config.hidden_size = 0, -1
-    assert "no small model" in module_forward.native_problem(config, longest=20)
+    check_decoding(config, longest=16)
+    with pytest.raises(ConfigError, match="=16, and this run's rows have up to 17 tokens"):
+        check_decoding(config, longest=17)
 
 
 def test_layers_that_run_several_times_have_a_cache_for_each_pass() -> None:
     config = build_tiny(tiny_model_config("hrm_text")).config
     assert config.num_hidden_layers == 8 * config.num_layers_per_stack
-    assert module_forward.native_problem(config, 96) == ""
+    check_decoding(config, 96)
 
 
 def test_samples_may_leave_layers_that_share_keys_and_values() -> None:

@@ -13,17 +13,17 @@ from tensordict import TensorDict
 
 from tests.workers.samples import make_batch, started, tiny_config
 from tests.workers.training.rank_layouts import SIZES
+from trainer.tools.small_models import shrunk
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
+from workers.models import support
 from workers.models.folder import factor_border
-from workers.models.support import proof
-from workers.models.support.proof import Support
-from workers.models.support.stand_in import stand_in
+from workers.models.support import Support
 from workers.roles.actor import ActorWorker
-from workers.training import packing
+from workers.training import lm_head, packing
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
-from workers.training.row_proof import row_kind
+from workers.training.row_layout import row_kind
 
 VOCAB, PROMPT, RESPONSE = 64, 24, 40
 LENGTHS = ((24, 40), (20, 38), (24, 12), (10, 10), (8, 9), (6, 7), (9, 1))
@@ -130,20 +130,16 @@ def test_a_model_that_is_not_causal_is_rejected_before_a_step(tmp_path: Path) ->
         started(ActorWorker, tiny_config(tmp_path), 1)
 
 
-def test_without_a_small_model_for_the_proof_rows_are_padded(
+def test_a_class_that_is_not_listed_runs_padded_with_one_warning(
     tiny_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def none_built(*_: Any) -> Any:
-        raise ValueError("a width that does not shrink")
-
-    monkeypatch.setattr(proof, "stand_in", none_built)
-    proof._answer_of.cache_clear()
+    monkeypatch.setattr(support, "_table", dict)
+    monkeypatch.setattr(lm_head, "CHUNK_BYTES", 4)
     with caplog.at_level(logging.WARNING):
         engine = started(ActorWorker, tiny_config(tiny_dir), 1).engine
-    proof._answer_of.cache_clear()
+        engine.forward_rows(make_batch(4), FOUR_ROWS)
     assert engine.row_passes.kind == "padded"
-    assert "could not be tested on packed rows (there is no small model" in caplog.text
-    assert "a width that does not shrink" in caplog.text
+    assert caplog.text.count("is not in the table of tested classes") == 1
 
 
 def test_gradient_checkpointing_that_a_class_lacks_is_rejected(tmp_path: Path) -> None:
@@ -165,7 +161,7 @@ def test_a_prompt_padded_on_the_right_is_rejected_by_name(tiny_dir: Path, prompt
 
 def test_the_small_model_has_each_kind_of_layer_and_exceeds_every_limit() -> None:
     config = transformers.Gemma3TextConfig(num_hidden_layers=26, sliding_window=4096)
-    small = stand_in(config, "sdpa").config
+    small = shrunk(config, with_widths=True)
     assert set(small.layer_types) == set(config.layer_types)
     assert (small.sliding_window, small.hidden_size) == (16, 64)
 
@@ -174,5 +170,5 @@ def test_the_small_model_has_each_kind_of_layer_and_exceeds_every_limit() -> Non
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors, **wide}
     phi = transformers.Phi3Config(rope_parameters=rope, **wide)
     assert factor_border(phi) == 4096
-    assert factor_border(stand_in(phi, "sdpa").config) == 16
+    assert factor_border(shrunk(phi, with_widths=True)) == 16
     assert row_kind(Support.of(phi)) == ("packed", "")

@@ -1,55 +1,31 @@
-"""A tiny model of a real model's class, for tests that the real model is too large for.
+"""The config of a tiny model of a real model's class, with every kind of its layers.
 
-    model = stand_in(config, "sdpa")        # a float32 causal LM on the CPU, milliseconds per pass
+    small = shrunk(config, with_widths=True)
 
-It is built from the model's config. The vocabulary is reduced, and, if the class allows it, widths
-and the number of experts. Every limit that rows of the run exceed (window, chunk, original length
-of its rotary positions) is reduced, so that rows of a few dozen tokens exceed it. The stand-in has
-the first layers, enough to include each kind. Weights and buffers are random, so that no default
-hides an error.
+The vocabulary is reduced, and, if the class allows it, widths and the number of experts. Every
+limit that rows of the run exceed (window, chunk, original length of its rotary positions) is
+reduced, so that rows of a few dozen tokens exceed it.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from workers.models.classes import model_class
+from workers.models.support import LIMITS
 
 LIMIT = 16
-"""Largest window, chunk and original context length in a stand-in, in tokens.
+"""Largest window, chunk and original context length of a small model, in tokens.
 
 Limits that no row of the run exceeds are `POSITIONS` instead.
 """
 POSITIONS = 128
-"""Number of positions of a stand-in."""
+"""Number of positions of a small model."""
 VOCABULARY = 64
 LARGEST = 80_000_000
-"""Parameters of the largest stand-in, which takes a second or two to build."""
+"""Parameters of the largest small model, which takes a second or two to build."""
 
-MODEL_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""Errors that transformers' classes raise for unsupported requests."""
-
-LIMITS = (
-    "sliding_window sliding_window_size window_size attention_window_size local_attention "
-    "attention_chunk_size chunk_size mamba_chunk_size block_size keep_window_size index_topk "
-    "original_max_position_embeddings floor_scale"
-).split()
 LENGTHS = (
     "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length"
 ).split()
@@ -73,7 +49,7 @@ SIZES = {
     1: "n_group topk_group n_groups mamba_n_groups mamba_ngroups num_expert_group",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
-"""By config field of a width: its size in a stand-in."""
+"""By config field of a width: its size in a small model."""
 VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_blocks", "depth")
 PERIODS = (
@@ -82,67 +58,7 @@ PERIODS = (
 ).split()
 """Parts of field names that define which layers are of another kind."""
 LEFT_OUT = ("dtype", "torch_dtype", "architectures", "quantization_config")
-"""Fields that are left out of a stand-in's config."""
-
-
-@dataclass(frozen=True)
-class ConfigByContent:
-    """A config that compares and hashes by content, so that proofs about it can be cached."""
-
-    config: Any = field(compare=False)
-    text: str
-
-    @classmethod
-    def of(cls, config: Any) -> ConfigByContent:
-        """Identify the config by its class and all fields but its folder and `LEFT_OUT`."""
-        content = config.to_dict()
-        for name in ("_name_or_path", *LEFT_OUT):
-            content.pop(name, None)
-        content["class"] = model_class(config).__name__
-        return cls(config, json.dumps(content, sort_keys=True, default=str))
-
-
-def stand_in(config: Any, attention: str, longest: int | None = None) -> Any:
-    """Build a tiny model of the class, in evaluation mode; raise a ValueError if that fails.
-
-    `longest` is the length of the run's longest row. A limit, such as a window, that no row of the
-    run exceeds is set so high that no test row exceeds it either.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-
-    cls, failures = model_class(config), []
-    for with_widths in (True, False):
-        try:
-            small = shrunk(config, with_widths, longest)
-            with torch.device("meta"):
-                sizes = cls._from_config(small).num_parameters()
-            if sizes > LARGEST:
-                raise ValueError(
-                    f"a small model of its class would have {sizes:,} parameters, more than "
-                    f"{LARGEST:,}"
-                )
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
-                model = cls._from_config(small, dtype=torch.float32, attn_implementation=attention)
-                _leave_defaults(model)
-                model.eval()(torch.arange(3, 8)[None], use_cache=False)
-            return model
-        except (*MODEL_ERRORS, StrictDataclassError) as error:
-            failures.append(f"{type(error).__name__}: {error}")
-    raise ValueError("; ".join(failures).splitlines()[0])
-
-
-def reach(config: Any, longest: int) -> int:
-    """Return the smallest row length that exceeds the same limits as rows of `longest` tokens.
-
-    The stand-in is built for this length, so that more runs share it and its proofs.
-    """
-    fields = config.get_text_config().to_dict()
-    rope = fields.get("rope_parameters")
-    limits = [fields.get(name) for name in LIMITS]
-    limits += [part.get("original_max_position_embeddings") for part in _parts(rope)]
-    passed = [value for value in limits if isinstance(value, int) and value < longest]
-    return 1 + max(passed, default=0)
+"""Fields that are left out of a small model's config."""
 
 
 def shrunk(config: Any, with_widths: bool, longest: int | None = None) -> Any:
@@ -315,20 +231,3 @@ def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | No
         factors, pairs = rope.get(name), int(width * part) // 2
         if factors and pairs:
             rope[name] = [factors[i * len(factors) // pairs] for i in range(pairs)]
-
-
-@torch.no_grad()
-def _leave_defaults(model: Any) -> None:
-    """Add noise, so that weights are as large as a trained model's and norms are not 1."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("dt_bias"):
-            # so that some step sizes of a state space model reach their lower limit
-            parameter.sub_(3.0)
-        spread = 0.1 if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
-        parameter.add_(torch.randn_like(parameter) * spread)
-    persistent = model.state_dict()
-    for name, buffer in model.named_buffers():
-        if name in persistent and buffer.is_floating_point():
-            noise = 0.1 * torch.randn_like(buffer)
-            # keep the zeros in a table of decays: they are its mask
-            buffer.add_(noise if buffer.ndim < 2 else noise * buffer)
