@@ -5,7 +5,6 @@ NaN equals NaN throughout. Nothing here changes its arguments.
 
 from __future__ import annotations
 
-import functools
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,26 +18,17 @@ from verl_like.batch.ragged import RaggedTensor, join_ragged, rectangle_of
 from verl_like.errors import BatchError
 
 AnyColumn = torch.Tensor | RaggedTensor | Array
-Inside = frozenset[tuple[int, int]]
-"""Pairs of enclosing containers whose comparison is in progress."""
 
 
-def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
-    """Return whether two objects are equal, comparing the contents of containers and arrays.
+def same_value(left: Any, right: Any) -> bool:
+    """Return whether two columns or values of meta_info are equal.
 
-    A ragged column is equal to its rectangle. Containers that contain themselves are equal if they
-    do so in the same places.
+    A ragged column is equal to its rectangle.
     """
-    pair = (id(left), id(right))
-    if left is right or pair in inside:
+    if left is right:
         return True
-    same = functools.partial(same_value, inside=inside | {pair})
     if isinstance(left, RaggedTensor) or isinstance(right, RaggedTensor):
-        both = isinstance(left, RaggedTensor) and isinstance(right, RaggedTensor)
-        if both and left.has_same_spans(right):
-            left, right = left.values, right.values
-        else:
-            left, right = rectangle_of(left), rectangle_of(right)
+        left, right = rectangle_of(left), rectangle_of(right)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         if not _same_layout(left, right):
             return False
@@ -49,19 +39,15 @@ def same_value(left: Any, right: Any, inside: Inside = frozenset()) -> bool:
     if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
         if not _same_layout(left, right):
             return False
-        if left.dtype == object:
-            return all(map(same, left.reshape(-1), right.reshape(-1)))
-        return np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM")
+        if left.dtype != object:
+            return np.array_equal(left, right, equal_nan=left.dtype.kind in "fcmM")
+        left, right = left.tolist(), right.tolist()
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same(left[k], right[k]) for k in left)
-    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        same_shape = type(left) is type(right) and len(left) == len(right)
-        return same_shape and all(map(same, left, right))
-    numbers = (float, complex, np.generic)
-    if isinstance(left, numbers) and isinstance(right, numbers) and left != left:
-        return bool(right != right)
+        return left.keys() == right.keys() and all(same_value(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and type(left) is type(right):
+        return len(left) == len(right) and all(map(same_value, left, right))
     try:
-        return bool(left == right)
+        return bool(left == right) or bool(left != left and right != right)
     except (TypeError, ValueError, RuntimeError):
         return False  # `==` returned no boolean, for example for a list and a tensor
 

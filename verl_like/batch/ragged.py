@@ -220,15 +220,6 @@ class RaggedTensor:
         spans = self.lengths[rows], self.width, self.starts[rows]
         return RaggedTensor.from_checked(values, *spans, self.fill)
 
-    def has_same_spans(self, other: RaggedTensor) -> bool:
-        """Return whether both columns have the same spans, width and fill."""
-        return (
-            self.shape == other.shape
-            and self.fill == other.fill
-            and torch.equal(self.lengths, other.lengths)
-            and torch.equal(self.starts, other.starts)
-        )
-
 
 Column = Tensor | RaggedTensor
 """A tensor column of a batch."""
