@@ -540,6 +540,19 @@ def ways_with(config: Any, attention: str, names: Sequence[str]) -> Ways:
     return ways
 
 
+def rounds_published(config: Any, attention: str) -> bool:
+    """Return whether int8 is accurate with the ratios of widths that the class has by default.
+
+    If there is no small model of the default configuration, only states that decay count as wrong.
+    """
+    published = type(config)()
+    published.architectures = config.architectures
+    try:
+        return is_correct("int8", published, attention)
+    except NoModel:
+        return not features(config) & {"linear_attention", "hybrid", "mamba"}
+
+
 def ways_of(config: Any) -> Ways:
     """Return the correct ways to run a configuration; raise NoModel if they cannot be tested."""
     others = [name for name in PROOFS if name not in (*BY_ATTENTION, "head")]
@@ -550,6 +563,8 @@ def ways_of(config: Any) -> Ways:
             by_attention[attention] = ways_with(config, attention, BY_ATTENTION)
             if len(by_attention) == 1:
                 ways |= ways_with(config, attention, others)
+                if not rounds_published(config, attention):
+                    ways.pop("int8", None)
         except NoModel as error:
             failure = error
     if not by_attention:
