@@ -1,4 +1,4 @@
-"""usage: verl-like bisect A B [--json]
+"""usage: verl-like bisect A B [--force] [--json]
 
 Finds the first number that differs between two runs, and why:
 
@@ -13,6 +13,8 @@ rewards, advantages, loss, gradients, learning rate, weights. Where a stage
 differs, both sides are computed again by verl-like's formulas, and the formula
 and setting of each side are named.
 
+  --force  if samples differ: repeat B's step with A's samples, and compare it; B
+           is a run folder of verl-like, and A has as many samples per step
   --json   print one JSON object
 
 The exit code is 0 if all is equal up to rounding, 1 if a number differs, and 2
@@ -25,11 +27,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from trainer.run_folder.folder import CONFIG_FILE
 from trainer.tools.bisect.causes import causes_of, fits
 from trainer.tools.bisect.sides import Side, open_side
-from trainer.tools.bisect.walk import Finding, decoded, walk
+from trainer.tools.bisect.walk import Finding, Step, decoded, same_rows, walk
 from verl_like.errors import VerlLikeError
 from verl_like.record import RecordError
 from verl_like.terminal import usage_of
@@ -43,10 +47,11 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("verl-like bisect", usage_of(__doc__))
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
+    parser.add_argument("--force", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     try:
-        finding = bisect(options.a, options.b)
+        finding = bisect(options.a, options.b, force=options.force)
     except (VerlLikeError, RecordError, OSError) as error:
         finding = Finding("cannot tell", str(error))
     if options.json:
@@ -56,14 +61,31 @@ def main(arguments: Sequence[str]) -> None:
     sys.exit(CODES[finding.verdict])
 
 
-def bisect(first: str, other: str) -> Finding:
-    """Return the first difference between two sides, with its causes."""
+def bisect(first: str, other: str, force: bool = False) -> Finding:
+    """Return the first difference between two sides, with its causes.
+
+    If the samples differ, `force` also compares B's step on A's samples.
+    """
     a, b = open_side(first), open_side(other)
+    finding, steps = explained(a, b)
+    if steps is None or same_rows(*steps) is not None or "responses" not in steps[0].arrays:
+        return finding
+    if force:
+        from trainer.tools.bisect.forced import with_samples_of
+
+        finding.forced, _ = explained(*with_samples_of(a, b, Path(other), finding.step))
+    elif (Path(other) / CONFIG_FILE).is_file():
+        finding.notes.append("--force compares the rest, by B's step on A's samples")
+    return finding
+
+
+def explained(a: Side, b: Side) -> tuple[Finding, tuple[Step, Step] | None]:
+    """Return the first difference with its rows as text and its causes, and the steps it is in."""
     finding, steps = walk(a, b, fits, show_progress)
     if steps is not None:
         finding.text = decoded(steps, finding.row, tokenizer_of(a, b))
         finding.causes = causes_of(finding, steps)
-    return finding
+    return finding, steps
 
 
 def show_progress(line: str) -> None:
@@ -101,7 +123,10 @@ def text_of(finding: Finding, a: str, b: str) -> str:
         lines += [f"cause: {cause['sentence']}" for cause in finding.causes]
         if not finding.causes:
             lines.append("cause: no formula or setting explains the difference")
-    return "\n".join([*lines, *(f"note: {note}" for note in finding.notes)])
+    lines += [f"note: {note}" for note in finding.notes]
+    if finding.forced is not None:
+        lines += ["B's step on A's samples:", *text_of(finding.forced, a, b).splitlines()[2:]]
+    return "\n".join(lines)
 
 
 def first_number(finding: Finding) -> str:
@@ -111,7 +136,7 @@ def first_number(finding: Finding) -> str:
     words = f"first difference: step {finding.step}, {finding.stage}: {finding.name}{where}{place}"
     words += f": A {finding.a}, B {finding.b}"
     if finding.difference is not None:
-        words += f" (differ by {finding.difference:.3g}; rounding allows {finding.allowed:.1g})"
+        words += f" (differ by {finding.difference:.3g}; rounding allows {finding.allowed:.2g})"
     if finding.num_rows:
         words += f"; {finding.num_differing} of {finding.num_rows} rows differ"
     return words

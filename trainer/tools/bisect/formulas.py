@@ -63,7 +63,7 @@ def token_rewards(step: Step, mask: Tensor) -> dict[str, Tensor]:
         if values is not None:
             values = values if values.ndim == 2 else values[:, None] * is_last_inside(mask)
             if not any(torch.equal(values, other) for other in distinct.values()):
-                distinct[words] = values
+                distinct[words if distinct else ""] = values
     return distinct
 
 

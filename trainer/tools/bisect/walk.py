@@ -90,6 +90,8 @@ class Finding:
     notes: list[str] = field(default_factory=list)
     compared: list[str] = field(default_factory=list)
     steps: int = 0
+    forced: Finding | None = None
+    """The first difference of B's step on A's samples, if it was computed."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

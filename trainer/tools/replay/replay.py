@@ -125,11 +125,18 @@ def replay(
     changes: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
     blame: Blame | None = None,
+    samples: Callable[[PPOTrainer, DataProto], DataProto] | None = None,
+    on_made: Callable[[Path], None] = lambda folder: None,
 ) -> Replayed:
-    """Repeat the step, with changes if there are any, and compare it with the run's files."""
+    """Repeat the step, with changes if there are any, and compare it with the run's files.
+
+    `samples` replaces the generated batch. `on_made` gets the folder of the repeated step before it
+    is removed.
+    """
     reject_nested_run()
     saved = SavedRun.read(run_folder.resolve())
     request = ReplayRequest(saved.folder, step, stage, breaks, without=without, blame=blame)
+    request.samples = samples
     following = batch_file(saved.folder, step + 1, "estimate")
     if (changes or without) and following.is_file():
         request.following = DataProto.load_from_disk(following)
@@ -143,6 +150,7 @@ def replay(
         config = changed(config, dict(changes or {}))
         print(announcement(saved, start, step, config), flush=True)
         make(config, trainer_cls)
+        on_made(folder)
         now = {"step": step, **request.metrics}
         names = counted(request.metrics if stage else was.keys() | now.keys())
         differences, compared = differing_metrics(was, now, names), []
@@ -245,6 +253,8 @@ class ReplayRequest:
     without: Sequence[str] = ()
     """Names of samples to leave out."""
     blame: Blame | None = None
+    samples: Callable[[PPOTrainer, DataProto], DataProto] | None = None
+    """Replaces the samples of the step."""
     following: DataProto | None = None
     """The samples of the next step, as the run saved them."""
     log_probs: str = "the run did not save the next step's samples (trainer.batch_steps_to_keep)"
@@ -286,6 +296,12 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
             if request.breaks:
                 breakpoint()  # noqa: T100 - `step` goes into the run's own step
             return super().step()  # type: ignore[no-any-return]
+
+        def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
+            batch: DataProto = super().generate(prompts, attempt)
+            if self.global_step != request.step or request.samples is None:
+                return batch
+            return request.samples(self, batch)
 
         def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
             if self.global_step != request.step or not request.without:

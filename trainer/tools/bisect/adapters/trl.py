@@ -92,17 +92,12 @@ class RecordCallback(TrainerCallback):
 
 def log_probs(arrays: dict[str, Any], passes: list[tuple[Any, Any]]) -> dict[str, Any]:
     """Return the log-probs of the loss in the order of generation; empty if it has other rows."""
-    found = {
-        tuple(tokens.tolist()): numbers
-        for ids, log_probs in passes
-        for tokens, numbers in zip(ids, log_probs, strict=True)
-    }
-    if "responses" not in arrays:
-        return {}
-    ids = torch.cat([arrays["prompts"], arrays["responses"]], 1).tolist()
-    rows = [found.get(tuple(tokens)) for tokens in ids]
-    missing = any(row is None for row in rows)
-    return {} if missing else {"log_probs": torch.stack(rows)}  # type: ignore[arg-type]
+    pairs = [pair for ids, numbers in passes for pair in zip(ids.tolist(), numbers, strict=True)]
+    rows = {tuple(ids): numbers for ids, numbers in pairs}
+    names = ("prompts", "responses") if "responses" in arrays else ()
+    wanted = torch.cat([arrays[name] for name in names], 1).tolist() if names else []
+    found = [rows[tuple(ids)] for ids in wanted if tuple(ids) in rows]
+    return {"log_probs": torch.stack(found)} if found and len(found) == len(wanted) else {}
 
 
 def norms(named: Any) -> dict[str, float]:

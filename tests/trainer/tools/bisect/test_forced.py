@@ -1,0 +1,57 @@
+"""`verl-like bisect A B --force`: B's step on A's samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.runs import POLICY_ALONE, overrides
+from trainer import load_config, run
+from trainer.cli.bisect import bisect, text_of
+from verl_like.errors import ConfigError
+from verl_like.record import Recorder
+
+OTHER_SAMPLES = "trainer.seed=7"
+
+
+@pytest.fixture(scope="module")
+def first(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return a_run(tiny_dir, tmp_path_factory.mktemp("first"))
+
+
+def a_run(tiny_dir: Path, folder: Path, *settings: str) -> Path:
+    common = ("trainer.backend=local", "trainer.record=all", "trainer.total_training_steps=1")
+    samples = ("actor_rollout_ref.rollout.n=8", "data.max_response_length=8")
+    run(load_config(overrides(tiny_dir, folder, *common, *POLICY_ALONE, *samples, *settings)))
+    return folder
+
+
+def test_with_a_s_samples_the_second_difference_is_found(
+    first: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    settings = OTHER_SAMPLES, "algorithm.norm_adv_by_std_in_grpo=false"
+    other = a_run(tiny_dir, tmp_path, *settings)
+    finding = bisect(str(first), str(other), force=True)
+    assert finding.stage in ("prompts", "samples")
+    assert finding.forced is not None
+    assert finding.forced.stage == "advantages"
+    assert "norm_adv_by_std_in_grpo" in str(finding.forced.causes)
+    assert "B's step on A's samples:" in text_of(finding, str(first), str(other))
+
+
+def test_runs_that_differ_only_in_samples_are_equal_on_the_same(
+    first: Path, tiny_dir: Path, tmp_path: Path
+) -> None:
+    other = a_run(tiny_dir, tmp_path, OTHER_SAMPLES)
+    finding = bisect(str(first), str(other), force=True)
+    assert finding.verdict == "differs"
+    assert finding.forced is not None
+    assert finding.forced.verdict == "equal", text_of(finding.forced, "a", "b")
+    assert {"advantages", "loss", "weight_norms"} <= {*finding.forced.compared}
+
+
+def test_a_record_cannot_be_forced(first: Path, tmp_path: Path) -> None:
+    Recorder(tmp_path, "mine").step(1, {"responses": [[1, 2]], "prompts": [[3]]})
+    with pytest.raises(ConfigError, match="--force: B must be a run folder of verl-like"):
+        bisect(str(first), str(tmp_path), force=True)
