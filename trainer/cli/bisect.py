@@ -13,8 +13,8 @@ rewards, advantages, loss, gradients, learning rate, weights. Where a stage
 differs, both sides are computed again by verl-like's formulas, and the formula
 and setting of each side are named.
 
-  --force  if samples differ: repeat B's step with A's samples, and compare it; B
-           is a run folder of verl-like, and A has as many samples per step
+  --force  if samples differ, repeat B's step with A's samples, and compare it;
+           B is a run folder of verl-like, with as many samples per step as A
   --json   print one JSON object
 
 The exit code is 0 if all is equal up to rounding, 1 if a number differs, and 2

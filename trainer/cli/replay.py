@@ -21,10 +21,10 @@ that differ in any bit, at most 20; the exit code is then 1. Runs of
   --without SAMPLE   leave a sample out: UID/INDEX, or UID for all samples of a
                      prompt; the advantages of the others are estimated without
                      it; repeatable
-  --blame [METRIC]   order the samples by their effect on a metric of the samples
-                     or the loss; by default on actor/grad_norm, after samples
-                     that make most of the score or of the gap between the
-                     log-probs of trainer and sampler
+  --blame [METRIC]   order the samples by their effect on a metric of the
+                     samples or the loss; by default on actor/grad_norm, after
+                     samples that make most of the score or of the gap between
+                     the log-probs of trainer and sampler
   --break            open the debugger right before; roles of one process run
                      in this process, so breakpoint() also works in their code
   --from-start       if no earlier checkpoint exists: repeat all K steps from
