@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measure one GPU in two calls, next to the roofline's predictions. Needs Python 3.12 with torch 2.11 or later,
-# transformers 5.17, pyarrow and xxhash; no network, no Ray, no vLLM and no flash-attn.
+# transformers 5.17, pyarrow, xxhash and pytest; no network, no Ray, no vLLM and no flash-attn.
 #   bash benchmarks/gpu.sh --prepare          on a machine with a network: writes .gpu-packages (12 MB), with the packages that
 #                                             the GPU machine may lack and the predictions; copy the checkout with it
 #   bash benchmarks/gpu.sh 1 --out FOLDER     on the machine with the GPU, at most 420 s
@@ -13,7 +13,7 @@ root=$PWD
 py=${PYTHON:-$root/.venv/bin/python}
 [ -x "$py" ] || py=$(command -v python3)
 packages=$root/.gpu-packages
-binary=(tensordict==0.15.3 pyvers==0.2.3 hydra-core==1.3.8 omegaconf==2.3.1)
+binary=(tensordict==0.15.3 pyvers==0.2.3 cloudpickle==3.1.3 hydra-core==1.3.8 omegaconf==2.3.1)
 source_only=(antlr4-python3-runtime==4.9.3)
 export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} TOKENIZERS_PARALLELISM=false
 
