@@ -1,0 +1,171 @@
+"""`benchmarks/bench_job.py` writes its row and JSON from a run's own records."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import load
+from tests.forked import run_program
+from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
+from verl_like.errors import ConfigError
+
+RECORD = load("benchmarks/job_record.py")
+
+HEADING = [
+    "framework",
+    "model",
+    "parameters",
+    "devices",
+    "seconds per 1,024 prompts",
+    "epochs",
+    "response tokens/s",
+    "hardware id",
+    "commit",
+]
+
+
+def run_job() -> None:
+    """Run `bench_job.py` in a separate process."""
+    load("benchmarks/bench_job.py").main()
+
+
+def bench(tiny: Path, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    """Run the benchmark in a separate process, because a command changes its environment."""
+    length = "trainer.total_training_steps"
+    settings = [
+        setting
+        for setting in overrides(tiny, folder / "run", *POLICY_ALONE, *FEW_ROWS)
+        if not setting.startswith((length, "algorithm.use_kl_in_reward"))
+    ]
+    local = ("trainer.backend=local", "trainer.device=cpu")
+    return run_program(run_job, *settings, *local, *more, folder=folder)
+
+
+@pytest.fixture(scope="module")
+def job_done(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a job of three steps of two epochs, and the command's output."""
+    folder = tmp_path_factory.mktemp("job")
+    epochs = "actor_rollout_ref.actor.ppo_epochs=2"
+    done = bench(tiny_dir, folder, "--steps", "3", "--out", "made/job.json", epochs)
+    assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_row_averages_the_steps_after_the_first(
+    job_done: tuple[Path, str],
+) -> None:
+    folder, output = job_done
+    metrics = lines(folder / "run")[1:]
+    seconds = sum(line["timing_s/step"] for line in metrics)
+    tokens = sum(line["training/num_sampled_tokens"] for line in metrics)
+    heading, rule, row = [cells(line) for line in output.splitlines() if line.startswith("|")]
+    assert heading == HEADING
+    assert set(rule) == {"---"}
+    columns = dict(zip(heading, row, strict=True))
+    assert columns["framework"].startswith("verl-like ")
+    assert columns["model"].endswith("/model")
+    assert columns["devices"].startswith("1 x ")
+    assert columns["epochs"] == "2"
+    per_1024 = float(columns["seconds per 1,024 prompts"].replace(",", ""))
+    assert per_1024 == pytest.approx(seconds * 1024 / (2 * 4), rel=1e-3)
+    rate = float(columns["response tokens/s"].replace(",", ""))
+    assert rate == pytest.approx(tokens / seconds, rel=1e-3)
+
+
+def test_the_record_counts_the_parameters_of_the_model(
+    job_done: tuple[Path, str], tiny_dir: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    record = json.loads((job_done[0] / "made" / "job.json").read_text(encoding="utf-8"))
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
+    assert record["columns"]["parameters"] == model.num_parameters()
+
+
+def test_the_json_has_the_phases_of_every_step_and_all_settings(job_done: tuple[Path, str]) -> None:
+    folder, output = job_done
+    assert output.splitlines()[-1] == "all results: made/job.json"
+    record = json.loads((folder / "made" / "job.json").read_text(encoding="utf-8"))
+    assert record["warm_up_steps"] == 1
+    for step, line in zip(record["steps"], lines(folder / "run"), strict=True):
+        assert (step["step"], step["seconds"]) == (line["step"], line["timing_s/step"])
+        assert set(step["phases"]) >= {"gen", "score", "adv", "update"}
+        assert step["phases"]["update"] == line["timing_s/update"]
+        assert sum(step["phases"].values()) <= step["seconds"] + 1e-3
+    assert record["settings"]["actor_rollout_ref.actor.ppo_epochs"] == 2
+    assert (record["job"]["samples_per_prompt"], record["job"]["epochs"]) == (2, 2)
+    assert {"processor", "cores", "memory_gib", "cards"} == set(record["hardware"])
+    assert record["command"].startswith("python benchmarks/bench_job.py ")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--steps", "1"], "error: 1 step: the first one warms up and is left out"),
+        (
+            ["--steps", "3", "trainer.total_training_steps=9"],
+            "--steps=3 and trainer.total_training_steps=9: leave one of them out",
+        ),
+        (["trainer.dry_run=true"], "trainer.dry_run=true: it runs no step"),
+    ],
+)
+def test_a_job_that_cannot_be_measured_starts_no_run(
+    tiny_dir: Path, tmp_path: Path, more: list[str], message: str
+) -> None:
+    done = bench(tiny_dir, tmp_path, *more)
+    assert done.returncode
+    assert message in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_with_a_run_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("", encoding="utf-8")
+    assert "holds a run already" in bench(tiny_dir, tmp_path).stderr
+
+
+def record(tiny: Path, steps: list[Any], **job: Any) -> dict[str, Any]:
+    batch = {"device": "cpu", "num_devices": 2, "prompts_per_step": 512, "samples_per_prompt": 1}
+    sizes = {"prompts_per_update": 512, "max_prompt_length": 8, "max_response_length": 8}
+    whole = RECORD.Job(
+        **{"model": str(tiny / "model"), **batch, **sizes, "epochs": 1, "steps": 3, **job}
+    )
+    return RECORD.job_record("verl-like", whole, steps)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ([1, 2], "recorded 2, the last of them step 2"),
+        ([1, 3, 3], "recorded 3, the last of them step 3"),
+    ],
+)
+def test_missing_and_repeated_steps_are_rejected(
+    tiny_dir: Path, numbers: list[int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        record(tiny_dir, [RECORD.JobStep(number, 1.0, 1, {}) for number in numbers])
+
+
+def test_a_gpu_job_is_rejected_on_a_machine_without_gpus(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    steps = [RECORD.JobStep(number, 1.0, 1, {}) for number in (1, 2, 3)]
+    with pytest.raises(ConfigError, match="ran on cuda, and this machine has no card"):
+        record(tiny_dir, steps, device="cuda")
+
+
+def test_a_package_outside_its_own_checkout_has_no_commit() -> None:
+    """An installation in a virtual environment inside another repository has no commit."""
+    assert RECORD.commit_of("pytest") == "-"
+    assert RECORD.commit_of("no-such-package") == "-"
