@@ -42,7 +42,7 @@ from workers.rollout.native.module_forward import (
     grouped_decoding,
 )
 from workers.rollout.native.scheduler import Scheduler
-from workers.rollout.native.turn_cache import TurnCache
+from workers.rollout.native.slot_table import TurnCache
 from workers.rollout.sample import Sample
 
 

@@ -38,8 +38,14 @@ from workers.rollout.native.kv_cache import (
     whole_blocks,
 )
 from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.native.slot_table import Row, SlotTable, Waiting
-from workers.rollout.native.turn_cache import TurnCache, restore, with_states
+from workers.rollout.native.slot_table import (
+    Row,
+    SlotTable,
+    TurnCache,
+    Waiting,
+    restore,
+    with_states,
+)
 from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample, num_read_at_once
 from workers.rollout.sampling import sample_tokens, uniforms
 
