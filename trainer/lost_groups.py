@@ -36,7 +36,10 @@ def restart_groups(
         logger.warning("pool %s is restarted, and the other pools keep running: %s", pool, why)
     try:
         for pool in lost:
-            restarts.wait_for_capacity(partial(groups.restart, pool), since)
+            if pool in groups.config.optional_pools:
+                groups.leave(pool)  # it joins again by itself
+            else:
+                restarts.wait_for_capacity(partial(groups.restart, pool), since)
         for pools in groups.pools_by_processes():
             stay = replaceable.issuperset(role for pool in pools for role in roles_of[pool])
             for pool in pools:

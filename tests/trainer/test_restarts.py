@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -285,6 +286,8 @@ ROLLOUT = frozenset({"rollout"})
 
 class Groups:
     """Stand-in for a run's groups: actor, critic and rollout in their own pools, or in `pools`."""
+
+    config = SimpleNamespace(optional_pools=())
 
     def __init__(self, lost: list[str], **pools: list[str]) -> None:
         self.calls: list[str] = []

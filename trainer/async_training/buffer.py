@@ -115,19 +115,31 @@ class ExperienceBuffer:
             self._generators.discard(generator)
             self._failure = self._failure or error
 
+    def step_aside(self, generator: int, fewest: int) -> bool:
+        """Unregister a generator that has no place, if `fewest` others are there; return if so."""
+        with self._change():
+            if len(self._generators - {generator}) < fewest:
+                return False
+            self._generators.discard(generator)
+            return True
+
     def begin(
-        self, generator: int, weights: WeightVersion, waits: bool = True
+        self,
+        generator: int,
+        weights: WeightVersion,
+        waits: bool = True,
+        has_to_go: Callable[[], bool] = lambda: False,
     ) -> SampleChunk | None:
         """Wait for room, and return the next chunk that a generator with these weights may start.
 
-        Return None if there are newer weights to take first, if the run is over, or if there is
-        nothing to do now and `waits` is false.
+        Return None if there are newer weights to take first, if the run is over, if the generator
+        has to go, or if there is nothing to do now and `waits` is false.
         """
         age = self.settings.max_staleness
         most = f"at most {age} version{'s' * (age != 1)} old"
         room = f"room: samples of version {weights.version} may be {most} in an update"
         with self._changed, self._activity.of(f"generator {generator}").waiting(room):
-            while not (self.is_closed or self.weights > weights):
+            while not (self.is_closed or self.weights > weights or has_to_go()):
                 chunk = self._begin_next(generator, weights.version)
                 if chunk is not None or not waits:
                     return chunk

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.async_training.config import GENERATOR_SETTINGS, ROLLOUT, AsyncConfig
-from trainer.async_training.topology import TRAINER_POOL, generator_role
+from trainer.async_training.topology import ANY_RANK, TRAINER_POOL, generator_role
 from trainer.config.checks import check_fields
 from trainer.config.unused_keys import notice_of, unused_reason
 from trainer.groups.worker_groups import worker_class
@@ -119,6 +119,19 @@ def _check_generators(config: AsyncConfig) -> list[str]:
     """Check the buffer, the generators' settings and engines, and the roles that score there."""
     async_training, topology = config.async_training, config.topology
     num_samples = config.samples_per_batch
+    fewest = async_training.min_generators
+    if fewest is not None and (fewest > topology.generators or topology.routed_ranks != [ANY_RANK]):
+        raise ConfigError(
+            f"async_training.min_generators={fewest} needs {fewest} or more generators (there are "
+            f"{topology.generators}), all of which send samples to every trainer: raise "
+            "async_training.generators, or list every pair in async_training.sample_routes."
+        )
+    if fewest is not None and async_training.on_generator_failure == "fail":
+        raise ConfigError(
+            f"async_training.min_generators={fewest} lets generators leave, but "
+            "async_training.on_generator_failure=fail ends the run then. Set it to restart (others "
+            "may come back) or continue."
+        )
     limit, age = async_training.max_inflight_samples, async_training.drop_older_than
     if limit is not None and limit < num_samples:
         raise ConfigError(

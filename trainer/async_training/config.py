@@ -24,6 +24,11 @@ REFERENCE_WORKER = "workers.roles.reference.ReferenceWorker"
 CRITIC_COPY_WORKER = "workers.roles.critic.CriticCopyWorker"
 ASYNC_TRAINER = "trainer.async_training.step.AsyncTrainer"
 """The trainer of an asynchronous run; a user's trainer is a subclass of it."""
+MAY_JOIN = ReadWhen(
+    "there are several generators, on Ray",
+    lambda async_training, run: async_training.generators > 1 and run.trainer.backend == "ray",
+    "async_training.generators is 1, or trainer.backend is not ray",
+)
 HAS_MAX_AGE = ReadWhen(
     "`sampler` is version_window or your own",
     lambda async_training, _: (
@@ -59,6 +64,15 @@ class AsyncSettings(Section):
     """`2m1t` sets `generators=2 trainers=1`, as in ColossalChat."""
     generators: int = config_field(1, above=0)
     """Number of generators, each on its own pool (roles `rollout`, `rollout_1`, ...)."""
+    min_generators: int | None = config_field(
+        None,
+        above=0,
+        hint="or null to start only with all generators",
+        read_when=MAY_JOIN,
+        may_change_on_resume=True,
+    )
+    """The run starts with as many generators as have room, at least these; others join when nodes
+    do (`verl-like join`), and leave with their nodes. null: all generators are needed."""
     trainers: int = config_field(1, above=0)
     """Number of trainer ranks."""
     sample_routes: list[list[int]] | None = config_field(
@@ -153,6 +167,15 @@ class AsyncConfig(PPOConfig):
         return frozenset(
             pools[generator_role(generator)] for generator in range(self.async_training.generators)
         )
+
+    @property
+    def optional_pools(self) -> Sequence[str]:
+        """The pools of generators beyond `min_generators`."""
+        fewest, pools = self.async_training.min_generators, expand_roles(self.role_mapping)
+        if fewest is None:
+            return ()
+        numbers = range(fewest, self.async_training.generators)
+        return [pools[generator_role(number)] for number in numbers]
 
     @property
     def takes_weights_at_once(self) -> bool:

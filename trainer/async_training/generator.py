@@ -11,7 +11,8 @@ The rows of a validation form chunks, too. During a validation, generators get n
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -52,10 +53,10 @@ class Generator:
         trainer: Any,
         buffer: ExperienceBuffer,
         weights: WeightFeed,
-        goes_on_after: Callable[[int, WorkerDiedError, int], bool],
+        places: Any,
         activity: Activity,
     ) -> None:
-        """`start` starts the thread. `goes_on_after` handles the loss of a process of the group.
+        """`start` starts the thread. `places` finds places for the group, and handles its loss.
 
         With `max_tokens_per_call`, a take samples at most that many tokens of each response and
         does not wait for slow environments. New chunks may then start before others are finished,
@@ -63,7 +64,7 @@ class Generator:
         """
         config, self._trainer, self._groups = trainer.config, trainer, trainer.groups
         self._number, self._role = number, generator_role(number)
-        self._buffer, self._feed, self._goes_on_after = buffer, weights, goes_on_after
+        self._buffer, self._feed, self._places = buffer, weights, places
         self._activity = activity.of(f"generator {number}")
         self._weights = WeightVersion(0, 0)
         self._running: dict[Submission, SampleChunk] = {}
@@ -73,14 +74,17 @@ class Generator:
         slice_s = max(SLICE_S, num_ranks / TAKES_PER_S)
         self._take_s = slice_s if has_environment(config) or not self._max_tokens else None
         self._takes_weights_within = config.takes_weights_at_once or bool(self._max_tokens)
-        self._client = RolloutClient(self._groups[self._role])
+        self._client: RolloutClient
+        if self._role in self._groups:
+            self._client = RolloutClient(self._groups[self._role])
         self._is_lost = False
         self._thread = threading.Thread(target=self._run, name=f"generator {number}", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which runs until the buffer is closed; a second call does nothing."""
         if self._thread.ident is None:
-            self._buffer.join(self._number)
+            if self._role in self._groups:
+                self._buffer.join(self._number)
             self._thread.start()
 
     def wait_for_end(self, seconds: float) -> None:
@@ -91,10 +95,16 @@ class Generator:
     def _run(self) -> None:
         failure: BaseException | None = None
         try:
+            if self._role not in self._groups:
+                self._place("it waits for a node with room")
             while not (self._buffer.is_closed or self._is_lost):
                 try:
+                    must_move = self._places.must_move(self._number)
+                    if must_move and not self._running:
+                        self._place("it leaves a drained node")
+                        continue
                     self._take_weights()
-                    if not self._running or self._max_tokens:
+                    if not must_move and (not self._running or self._max_tokens):
                         self._submit()
                     if self._running:
                         self._take()
@@ -117,7 +127,8 @@ class Generator:
         submissions: dict[Submission, SampleChunk] = {}
         while len(submissions) < self._num_at_once:
             waits = not (self._running or submissions)
-            chunk = self._buffer.begin(self._number, self._weights, waits)
+            has_to_go = partial(self._places.has_to_go, self._number)
+            chunk = self._buffer.begin(self._number, self._weights, waits, has_to_go)
             if chunk is None:
                 break
             assert chunk.rows is not None, "a chunk has rows until it is finished"
@@ -158,9 +169,16 @@ class Generator:
         Raise if the run cannot continue.
         """
         num_lost = self._buffer.lost(self._number)
+        self._place("new processes are to replace the lost ones", error, num_lost)
+
+    def _place(self, reason: str, error: WorkerDiedError | None = None, num_lost: int = 0) -> None:
+        """Wait for new processes of the group, which get the newest weights; `reason` says why."""
         self._running, self._weights = {}, WeightVersion(0, 0)
-        with self._activity.gone("new processes are to replace the lost ones"):
-            self._is_lost = not self._goes_on_after(self._number, error, num_lost)
+        with self._activity.gone(reason):
+            if error is None:
+                self._is_lost = not self._places.place(self._number)
+            else:
+                self._is_lost = not self._places.lose(self._number, error, num_lost)
         if self._is_lost:
             self._activity.leave("the other generators have taken over")
         else:

@@ -28,17 +28,21 @@ from trainer.async_training.generator import Generator
 from trainer.async_training.origins import Origins
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
+from trainer.groups.drained_nodes import can_move, pools_to_move
+from trainer.groups.joining import note_address
 from trainer.loop import StopRequested, Trainer
 from trainer.lost_groups import wait_for_room
 from trainer.record import Run
 from trainer.restarts import LOOK_AGAIN_S
 from trainer.run_folder.accounts import describe_log
 from verl_like.batch.protocol import DataProto
+from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import (
     InsufficientResourcesError,
     PlacementError,
     RolloutError,
+    WaitTimeoutError,
     WorkerDiedError,
 )
 from verl_like.files import write_whole
@@ -63,9 +67,9 @@ class Generators:
         self.buffer = ExperienceBuffer(config, trainer.loader, self.activity, self.check_trainers)
         self.weights = WeightFeed(self.run, self.buffer, self.rounds, self.activity)
         self.origins = Origins(config.topology.trainers, self.buffer.log, self.weights)
-        losses = LostGenerators(self.run, self.buffer, trainer.init_arguments)
+        places = Places(self.run, self.buffer, trainer.init_arguments)
         self._threads = [
-            Generator(number, trainer, self.buffer, self.weights, losses, self.activity)
+            Generator(number, trainer, self.buffer, self.weights, places, self.activity)
             for number in range(config.async_training.generators)
         ]
         self.validation_began = 0.0
@@ -141,11 +145,17 @@ class Generators:
 
 MOST_RESTARTS = 3
 """Maximum restarts of one generator per version of the weights; more would not help."""
+JOIN_EVERY_S = 5.0
+"""Seconds between two searches for a node with room for a generator."""
 logger = logging.getLogger(__name__)
 
 
-class LostGenerators:
-    """Handles the loss of a generator according to `async_training.on_generator_failure`."""
+class Places:
+    """Starts generators where there is room, and handles the loss of a generator.
+
+    After a loss, `async_training.on_generator_failure` applies. With `min_generators`, the other
+    generators go on while one has no place.
+    """
 
     def __init__(
         self, run: Run, buffer: ExperienceBuffer, init_arguments: Callable[[str], dict[str, Any]]
@@ -157,8 +167,13 @@ class LostGenerators:
         self._pools = expand_roles(self._config.role_mapping)
         self._restarts: Counter[tuple[int, int]] = Counter()
         self._gone: set[int] = set()
+        self._fewest = self._config.async_training.min_generators
+        if self._fewest is not None:
+            note_address(run.folder)
+        self._drained: dict[str, float] = {}
+        self._asked_at = 0.0
 
-    def __call__(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
+    def lose(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
         """Return whether this generator continues; raise if the run cannot continue."""
         if self._is_alive(generator):  # a trainer was lost while it sent weights
             raise error
@@ -169,9 +184,9 @@ class LostGenerators:
             self._restarts[now] += 1
             logger.warning("%s; restarting it. %s", subject, error)
             try:
-                self._restart(generator)
+                return self.place(generator)
             except WorkerDiedError as again:
-                return self(generator, again, num_lost=0)
+                return self.lose(generator, again, num_lost=0)
             except StopRequested:  # while the run stops, the others finish the step
                 if self._ranks_without(generator):
                     raise
@@ -181,7 +196,6 @@ class LostGenerators:
             except PlacementError as problem:
                 error.add_note(str(problem))
                 raise error from None
-            return True
 
         without = self._ranks_without(generator)
         if policy == "continue" and not without:
@@ -196,14 +210,65 @@ class LostGenerators:
         }
         raise RolloutError(f"{subject}: {error} {way_out[policy]}") from error
 
-    def _restart(self, generator: int) -> None:
-        """Restart the pool once the cluster has room for it, and load the models of its roles."""
+    def must_move(self, generator: int) -> bool:
+        """Return whether Ray drains the generator's node, and it can leave that node."""
+        if time.monotonic() - self._asked_at > LOOK_AGAIN_S:
+            self._asked_at, self._drained = (
+                time.monotonic(),
+                pools_to_move(self._config, self._groups.placement),
+            )
         pool = self._pools[generator_role(generator)]
-        restart, name = partial(self._groups.restart, pool), f"generator {generator}"
-        wait_for_room(restart, self._config, name, time.monotonic(), self._look_again)
+        if pool not in self._drained:
+            return False
+        return self._fewest is not None or can_move(self._config, self._groups.placement, [pool])
+
+    def has_to_go(self, generator: int) -> bool:
+        """Return whether an idle generator must move; raise if its processes are lost."""
+        self._groups[generator_role(generator)].transport.check_idle("its turn")
+        return self.must_move(generator)
+
+    def place(self, generator: int) -> bool:
+        """Start a generator once the cluster has room for it, and load the models of its roles.
+
+        Return False if the run stops before, and goes on without this generator until then.
+        """
+        pool = self._pools[generator_role(generator)]
+        if self._fewest is None:
+            restart, name = partial(self._groups.restart, pool), f"generator {generator}"
+            wait_for_room(restart, self._config, name, time.monotonic(), self._look_again)
+        elif not self._join(generator, pool, self._fewest):
+            return False
         for role, its_pool in self._pools.items():
             if its_pool == pool:
                 self._groups[role].init_model(**self._init_arguments(role))
+        self._buffer.join(generator)
+        return True
+
+    def _join(self, generator: int, pool: str, fewest: int) -> bool:
+        """Leave the generator's place, and wait for another; return False if the run stops."""
+        if pool in self._groups.placement.pools:
+            self._groups.leave(pool)
+        began, reason = time.monotonic(), ""
+        limit_s = Deadlines.of(self._config.timeouts).placement_s
+        while True:
+            try:
+                self._groups.join(pool)
+            except (InsufficientResourcesError, WorkerDiedError, WaitTimeoutError) as error:
+                can_wait = self._buffer.step_aside(generator, fewest)
+                if not can_wait and time.monotonic() - began > limit_s:
+                    raise
+                if str(error) != reason:
+                    reason = str(error)
+                    logger.warning("generator %d waits for a node: %s", generator, reason)
+            else:
+                logger.warning("generator %d has joined.", generator)
+                return True
+            try:
+                self._look_again(JOIN_EVERY_S)
+            except StopRequested:
+                if can_wait:
+                    return False
+                raise
 
     def _is_alive(self, generator: int) -> bool:
         try:
@@ -212,10 +277,12 @@ class LostGenerators:
             return False
         return True
 
-    def _look_again(self) -> None:
-        if self._run.stop.received or self._buffer.is_closed:
-            raise StopRequested("a node for a replacement generator")
-        time.sleep(LOOK_AGAIN_S)
+    def _look_again(self, seconds: float = 0.0) -> None:
+        until = time.monotonic() + max(seconds, LOOK_AGAIN_S)
+        while time.monotonic() < until:
+            if self._run.stop.received or self._buffer.is_closed:
+                raise StopRequested("a node for a generator")
+            time.sleep(LOOK_AGAIN_S)
 
     def _ranks_without(self, generator: int) -> list[int]:
         """Mark this generator as gone; return the trainer ranks that have no generator left."""

@@ -69,6 +69,7 @@ class WeightFeed:
         logs = config.async_training.log_syncs
         self._log = SyncLog(config.trainer.default_local_dir) if logs else None
         self._critic_version: int | None = None
+        self._has_critic_copies = CRITIC_COPY in config.score_roles
 
     def send_next(self) -> Metrics:
         """Publish the weights as a new version if a round has ended.
@@ -95,7 +96,7 @@ class WeightFeed:
         senders = sorted({sender for sender, _ in self._topology.weights})
         copies = {}
         # a version is published again around a validation, but the critic's weights do not change
-        if CRITIC_COPY in self._groups and version != self._critic_version:
+        if self._has_critic_copies and version != self._critic_version:
             # before the actor's weights, so that a generator never gets an older critic
             figures = publish_weights(self._groups["critic"], version, senders, self._bucket_mb)
             self._critic_version = version
@@ -106,7 +107,7 @@ class WeightFeed:
     def deliver(self, generator: int) -> int:
         """Send the newest weights to a generator, and return their version."""
         version = self._deliver(generator, "actor", "rollout")
-        if CRITIC_COPY in self._groups:
+        if self._has_critic_copies:
             self._deliver(generator, "critic", CRITIC_COPY)
         return version
 

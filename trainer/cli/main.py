@@ -10,7 +10,7 @@ before a run
   plan [key=value ...]          propose GPUs for every role
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss or estimator on small batches
-  doctor                        check this machine
+  doctor, join RUN_DIR          check this machine, add it to a run in progress
   make-tiny DIR                 write a tiny model and data for experiments
 after a run
   report RUN_DIR                write RUN_DIR/report.html again
@@ -50,7 +50,7 @@ RECIPES = {
 """Commands that run a recipe."""
 OTHERS = """
     check plan check-environment check-loss doctor make-tiny serve serve-reward
-    migrate report watch compare bisect replay eval chat export
+    migrate report watch compare bisect replay eval chat export join
 """.split()
 """The other commands, each with a module of its name in this folder."""
 COMMANDS = RECIPES | {name: f"trainer.cli.{name.replace('-', '_')}.main" for name in OTHERS}

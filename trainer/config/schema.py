@@ -248,6 +248,11 @@ class RunConfig(Section):
     """Device, CPUs and GPUs of each process of a pool, if they differ from the defaults."""
 
     @property
+    def optional_pools(self) -> Sequence[str]:
+        """The pools without which the run may begin and go on, the most important first."""
+        return ()
+
+    @property
     def child_pools(self) -> frozenset[str]:
         """Pools that `backend=local` runs as child processes even if they have one process.
 

@@ -1,13 +1,17 @@
-"""Pools on nodes that Ray drains (`ray drain-node`), and whether they can move."""
+"""Pools that lose nodes, because the nodes are gone or because Ray drains them."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import without_lost_nodes
+from trainer.groups.nodes import living_nodes, plan_on, require_shared_folder
 from verl_like.errors import InsufficientResourcesError, PlacementError
 from verl_like.placement.plan import Placement
+
+logger = logging.getLogger(__name__)
 
 
 def pools_to_move(config: RunConfig, placement: Placement) -> dict[str, float]:
@@ -33,4 +37,42 @@ def can_move(config: RunConfig, placement: Placement, pools: Iterable[str]) -> b
         return False
     except PlacementError:  # all pools together fit in another way
         return True
+    return True
+
+
+def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Placement:
+    """Return the plan with this pool on living nodes, or the same plan if it has lost none.
+
+    Raise InsufficientResourcesError if another node would help, and PlacementError if the pools
+    would fit when planned again from scratch.
+    """
+    if config.trainer.backend != "ray":
+        return placement
+    from verl_like.backends.ray.cluster import node_failure_cause
+
+    if not any(node_failure_cause(node.key) for node in placement.pools[pool].nodes):
+        return placement
+    nodes = living_nodes(config)
+    try:
+        moved = placement.moved(pool, nodes)
+    except InsufficientResourcesError as error:
+        try:
+            plan_on(config, nodes)
+        except PlacementError:
+            raise error from None
+        raise PlacementError(f"{error} A new placement of all pools would fit.") from None
+    require_shared_folder(config, moved)
+    return moved
+
+
+def leave_lost_nodes(groups: Any, pool: str) -> bool:
+    """Plan a pool of the `WorkerGroups` that lost a node on others; return whether it moved."""
+    with groups.planning:  # so that another pool that moves sees these new nodes
+        before = groups.placement
+        groups.placement = without_lost_nodes(groups.config, before, pool)
+    if groups.placement.pools[pool] == before.pools[pool]:
+        return False
+    nodes = ", ".join(f"{n.name} ({n.key[:8]})" for n in groups.placement.pools[pool].nodes)
+    logger.warning("pool %s lost a node and moved to %s.", pool, nodes)
+    groups.note_placement()
     return True

@@ -15,7 +15,7 @@ from trainer.config.devices import devices_of
 from trainer.config.schema import PoolResources, RunConfig
 from trainer.config.user_modules import modules_of_the_user
 from verl_like.calls.diagnose import Deadlines
-from verl_like.errors import InsufficientResourcesError, PlacementError
+from verl_like.errors import PlacementError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import NodeSpec, ProcessNeeds
 from verl_like.threads import in_daemon
@@ -51,7 +51,9 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:
     _connect(config, worker_code)
     nodes = living_nodes(config)
     if _device_of_nodes(config) == "cuda" and not any(node.kind == "GPU" for node in nodes):
-        raise _no_gpu(config, f"none of the {len(nodes)} node(s) of the cluster has one")
+        from trainer.groups.no_gpu import error_without_gpu
+
+        raise error_without_gpu(config, f"none of the {len(nodes)} node(s) of the cluster has one")
     return nodes
 
 
@@ -64,33 +66,17 @@ def living_nodes(config: RunConfig) -> list[NodeSpec]:
     return [node for node in nodes if node_failure_cause(node.key) is None]
 
 
-def without_lost_nodes(config: RunConfig, placement: Placement, pool: str) -> Placement:
-    """Return the plan with this pool on living nodes, or the same plan if it has lost none.
-
-    Raise InsufficientResourcesError if another node would help, and PlacementError if the pools
-    would fit when planned again from scratch.
-    """
-    if config.trainer.backend != "ray":
-        return placement
-    from verl_like.backends.ray.cluster import node_failure_cause
-
-    if not any(node_failure_cause(node.key) for node in placement.pools[pool].nodes):
-        return placement
-    nodes = living_nodes(config)
-    try:
-        moved = placement.moved(pool, nodes)
-    except InsufficientResourcesError as error:
-        try:
-            plan_on(config, nodes)
-        except PlacementError:
-            raise error from None
-        raise PlacementError(f"{error} A new placement of all pools would fit.") from None
-    require_shared_folder(config, moved)
-    return moved
-
-
 def plan_on(config: RunConfig, nodes: Sequence[NodeSpec]) -> Placement:
     """Return the plan of the configuration's pools and roles on these nodes."""
+    if config.optional_pools:
+        from trainer.groups.optional_pools import without_absent_pools
+
+        config = without_absent_pools(config, lambda fewer: plan_of_all(fewer, nodes))
+    return plan_of_all(config, nodes)
+
+
+def plan_of_all(config: RunConfig, nodes: Sequence[NodeSpec]) -> Placement:
+    """Return the plan; raise if the nodes lack room for a pool."""
     spec, needs = config.resource_pool_spec, needs_of_pools(config)
     return Placement.plan(spec, config.role_mapping, nodes, config.cpus_per_process, needs)
 
@@ -142,7 +128,9 @@ def devices_here(config: RunConfig) -> str:
     if device == "cuda" and has.num_gpus is None:
         import torch
 
-        raise _no_gpu(config, f"torch {torch.__version__} sees none on this machine")
+        from trainer.groups.no_gpu import error_without_gpu
+
+        raise error_without_gpu(config, f"torch {torch.__version__} sees none on this machine")
     if device == "cpu" or has.num_gpus is None:
         return "CPU slot"
     if wanted > has.num_gpus:
@@ -157,15 +145,3 @@ def devices_here(config: RunConfig) -> str:
             f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."
         )
     return has.gpu or "GPU"
-
-
-def _no_gpu(config: RunConfig, why: str) -> PlacementError:
-    """Return the error for `device=cuda` without GPUs, which names the key."""
-    pools = [
-        pool for pool, resources in config.pool_resources.items() if resources.device == "cuda"
-    ]
-    in_all = config.trainer.device == "cuda"
-    asks = "trainer.device" if in_all else f"pool_resources.{pools[0]}.device"
-    return PlacementError(
-        f"{asks}=cuda asks for GPUs, but {why}. Set {asks}=auto or cpu to run on CPU slots."
-    )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import find_nodes, plan_on, require_shared_folder, without_lost_nodes
+from trainer.groups.nodes import find_nodes, plan_on, require_shared_folder
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
@@ -29,6 +29,7 @@ from verl_like.errors import ConfigError, PlacementError, WorkerError, nearest
 from verl_like.files import write_whole
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import ResourcePool
+from verl_like.placement.roles import expand_roles
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 from verl_like.threads import in_daemon
@@ -134,6 +135,12 @@ def worker_class(config: RunConfig, role: str) -> type[Worker]:
     return cls
 
 
+def _records(pool: str, group: WorkerGroup) -> list[dict[str, Any]]:
+    """Return the calls of a pool that have finished since the last time."""
+    headers = group.transport.take_finished()
+    return [{**{name: getattr(h, name) for name in CALL_FIELDS}, "pool": pool} for h in headers]
+
+
 class WorkerGroups:
     """The worker group of every role. Leaving the `with` block ends all processes."""
 
@@ -146,16 +153,20 @@ class WorkerGroups:
         """
         self.config = config
         self._life, self._is_over = threading.Lock(), False
-        self._planning = threading.Lock()
+        self.planning = threading.Lock()
         self._fused: dict[str, WorkerGroup] = {}
         self._groups: dict[str, WorkerGroup] = {}
         self._new_roles: set[str] = set()
         self._replaceable: frozenset[str] = frozenset()
         self._needed: list[Transport] = []
+        self._calls_of_left: list[dict[str, Any]] = []
+        """Calls of pools that have left since the last `take_calls`."""
 
         code = list(config.role_workers.values() if worker_code is None else worker_code)
         self.placement = plan_on(config, find_nodes(config, code))
-        self._classes = {role: worker_class(config, role) for role in self.placement.role_mapping}
+        self._classes = {
+            role: worker_class(config, role) for role in expand_roles(config.role_mapping)
+        }
         require_shared_folder(config, self.placement)
         self._starter = PoolStarter(config, self.placement)
         plans = list(self.placement.pools.values())
@@ -197,7 +208,9 @@ class WorkerGroups:
                 f"pool '{plan.name}' cannot be restarted: it runs in the driver's own process. On "
                 "trainer.backend=ray every pool has processes that can be restarted."
             )
-        has_moved, before = self._leave_lost_nodes(pool), self._fused[pool]
+        from trainer.groups.drained_nodes import leave_lost_nodes
+
+        has_moved, before = leave_lost_nodes(self, pool), self._fused[pool]
         before.shutdown()
         if has_moved:
             self._starter.leave(pool)
@@ -206,22 +219,38 @@ class WorkerGroups:
         group = self._fused[pool]
         if group is not before:
             group.transport.finished.extend(before.transport.take_finished())
-            self._groups.update(group.spawn(self._roles(pool)))
+            with self.planning:
+                self._groups = {**self._groups, **group.spawn(self._roles(pool))}
             self._new_roles.update(self._roles(pool))
             self._watch_each_other()
             self.may_be_replaced(self._replaceable)
 
-    def _leave_lost_nodes(self, pool: str) -> bool:
-        """Plan a pool that lost a node on other nodes; return whether the plan changed."""
-        with self._planning:  # so that another pool that moves sees these new nodes
-            before = self.placement
-            self.placement = without_lost_nodes(self.config, before, pool)
-        if self.placement.pools[pool] == before.pools[pool]:
-            return False
-        nodes = ", ".join(f"{n.name} ({n.key[:8]})" for n in self.placement.pools[pool].nodes)
-        logger.warning("pool %s lost a node and moved to %s.", pool, nodes)
-        self.note_placement()
-        return True
+    def join(self, pool: str) -> None:
+        """Start a pool that the run has begun or gone on without; only construct its roles.
+
+        Raise InsufficientResourcesError if no node has room.
+        """
+        from trainer.groups.joining import with_pool
+
+        with self.planning:
+            self.placement = with_pool(self.config, self.placement, pool)
+        self._starter.leave(pool)  # after a start that failed
+        self._start(self.placement.pools[pool])
+        with self.planning:
+            self._groups = {**self._groups, **self._fused[pool].spawn(self._roles(pool))}
+
+    def leave(self, pool: str) -> None:
+        """End the processes of a pool and return its places; it may `join` again."""
+        with self.planning:
+            gone, group = self._roles(pool), self._fused.get(pool)
+            self._fused = {name: g for name, g in self._fused.items() if name != pool}
+            self._groups = {role: g for role, g in self._groups.items() if role not in gone}
+            pools = self.placement.pools.items()
+            self.placement = Placement({name: plan for name, plan in pools if name != pool})
+        if group is not None:
+            self._calls_of_left += _records(pool, group)
+            group.shutdown()
+        self._starter.leave(pool)
 
     def note_placement(self) -> None:
         """Write the placement to `placement.txt` of the run folder."""
@@ -320,7 +349,7 @@ class WorkerGroups:
         group = self._starter.start(plan, classes)
         with self._life:
             if not self._is_over:
-                self._fused[plan.name] = group
+                self._fused = {**self._fused, plan.name: group}  # other threads iterate over it
                 return
         group.shutdown()  # the run ended while this pool started
 
@@ -346,11 +375,9 @@ class WorkerGroups:
 
     def take_calls(self) -> list[dict[str, Any]]:
         """Return the calls of every pool finished since the last call, for the timeline."""
-        records = []
+        records, self._calls_of_left = self._calls_of_left, []
         for pool, group in list(self._fused.items()):
-            for header in group.transport.take_finished():
-                fields = {name: getattr(header, name) for name in CALL_FIELDS}
-                records.append({**fields, "pool": pool})
+            records += _records(pool, group)
         return records
 
     def shutdown(self) -> None:

@@ -127,9 +127,9 @@ class Placement:
         The pool moves to nodes where the other pools leave room, preferably to its old ones.
         """
         plan, rooms = self.pools[pool], {node.key: _Room(node) for node in nodes}
-        for other in self.pools.values():
+        for other in [other for other in self.pools.values() if other is not plan]:
             for count, node in zip(other.process_on_nodes, other.nodes, strict=True):
-                if other is not plan and node.key in rooms:
+                if node.key in rooms:
                     rooms[node.key].take(count, other.needs)
 
         pool_nodes = [node.key for node in plan.nodes]
@@ -139,7 +139,8 @@ class Placement:
         try:
             chosen = _choose_nodes(pool, sizes, pool_nodes_first, plan.needs)
         except InsufficientResourcesError as error:
-            raise InsufficientResourcesError(f"lost node(s) {', '.join(lost)}: {error}") from None
+            event = f"lost node(s) {', '.join(lost)}: " if lost else ""
+            raise InsufficientResourcesError(f"{event}{error}") from None
         return Placement({**self.pools, pool: replace(plan, nodes=chosen)})
 
     @property

@@ -232,6 +232,13 @@ def cluster_nodes(slots_per_node: int | None = None, use_gpu: bool = True) -> li
     return nodes
 
 
+def address_of_head() -> str:
+    """Return the address at which other nodes join the cluster; "" without one."""
+    if not ray.is_initialized():  # a simulated cluster
+        return ""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def draining_nodes() -> dict[str, float]:
     """Return the ids of nodes that Ray drains (`ray drain-node`), with the seconds that are left.
 
