@@ -76,6 +76,14 @@ PROMPT_WIDTH, NUM_STEPS = 32, 24
 """Prompt width and decode steps of the native engine, so that its cache grows once."""
 ENDLESS = 10**6
 """A window, chunk or original length that no row exceeds."""
+SCALES = {
+    **{"embedding_multiplier": 12.0, "logits_scaling": 8.0, "lm_head_multiplier": 0.1},
+    **{"residual_multiplier": 0.2, "attention_multiplier": 0.02, "key_multiplier": 0.4},
+    **{"attention_in_multiplier": 0.5, "attention_out_multiplier": 0.9},
+    **{"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.2, "final_logit_softcapping": 2.0},
+    **{"routed_scaling_factor": 2.5, "moe_routed_scaling_factor": 2.5, "route_scale": 2.5},
+}
+"""Field that a small configuration leaves at 1 or None -> a value as in published models."""
 PROMPTS = (24, 3, 1)
 """Lengths of the prompts of transformers' `generate`, decoded one after the other.
 
@@ -96,6 +104,10 @@ def small_model(config: Any, attention: str) -> Any:
     for with_widths in (True, False):
         try:
             small = shrunk(config, with_widths, longest=ENDLESS)
+            text = small.get_text_config()
+            for name, value in SCALES.items():
+                if getattr(text, name, value) in (1, None):
+                    setattr(text, name, value)
             with torch.device("meta"):
                 size = cls._from_config(small).num_parameters()
             if size > LARGEST:

@@ -28,6 +28,7 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> dict[str, Group]:
 def feed_of(groups: dict[str, Group]) -> WeightFeed:
     config = AsyncConfig()
     config.async_training.generators = 2
+    config.async_training.score_on = "generator" if "critic" in groups else "trainer"
     run: Any = SimpleNamespace(config=config, groups=groups)
     unused: Any = None
     return WeightFeed(run, unused, unused, Activity())

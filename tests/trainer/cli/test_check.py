@@ -163,8 +163,9 @@ def test_an_error_about_data_comes_after_only_the_memory(
     settings = overrides(tiny_dir, tmp_path / "run", f"data.train_files={tmp_path}/absent.jsonl")
     with pytest.raises(SystemExit, match="absent.jsonl"):
         main(["--full", *settings])
-    (line,) = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"Peak memory per device: .* MiB", line)
+    memory, store = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"Peak memory per device: .* MiB", memory)
+    assert store.startswith("Ray's object store on the driver's node: about ")
 
 
 def test_a_recipe_on_rows_is_checked_by_its_name(

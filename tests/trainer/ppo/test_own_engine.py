@@ -43,7 +43,7 @@ def test_a_run_samples_with_a_users_engine(tiny_dir: Path, tmp_path: Path) -> No
 
 
 def test_an_object_that_is_no_engine_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="Make it a subclass of workers.rollout.base.Rollout"):
+    with pytest.raises(ConfigError, match="Make it a subclass of verl_like.extend.RolloutEngine"):
         make_step(tiny_dir, tmp_path, f"{__name__}.make_step")
     with pytest.raises(ConfigError, match="unknown rollout engine 'natve'.*Did you mean 'native'"):
         make_step(tiny_dir, tmp_path, "natve")

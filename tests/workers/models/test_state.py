@@ -21,21 +21,12 @@ from workers.models.state import named_state, persistent_buffers
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.rollout import RolloutWorker
-from workers.rollout import hf
 from workers.rollout.vllm.setup import expected_weights
 from workers.training.microbatch import MicroBatchBudget
 from workers.weights.module_writer import ModuleWriter
 
-NUM_STEPS = 2
-"""Steps of the proof that an engine decodes such a model."""
 ROUTER_BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 """A buffer of `deepseek_v3`."""
-
-
-@pytest.fixture(autouse=True)
-def short_proof_of_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the proof of decoding: it takes most of the time, and nothing is decoded here."""
-    monkeypatch.setattr(hf, "NUM_STEPS", NUM_STEPS)
 
 
 def save_model(folder: Path, family: str) -> Path:
@@ -128,7 +119,6 @@ def sharded_actor(folder: Path) -> list[tuple[str, dict[str, Tensor]]]:
     """
     config = tiny_config(folder, ppo_mini_batch_size=4)
     config.actor_rollout_ref.rollout.name = "hf"
-    hf.NUM_STEPS = NUM_STEPS
     actor = started(ActorWorker, config, 10)
     rollout = beside(actor, RolloutWorker, config)
     for _, buffer in persistent_buffers(actor.engine.module):

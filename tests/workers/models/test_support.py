@@ -13,7 +13,9 @@ from tools.prove_models import rows_of
 from workers.models.support import TABLE, Support, features, ways_of
 
 ROWS: dict[str, str] = json.loads(TABLE.read_text(encoding="utf-8"))
-FAST = "llama mistral mixtral gemma2 gemma3_text phi3+longrope lfm2 minimax bert falcon".split()
+FAST = (
+    "llama mistral mixtral granite gemma2 gemma3_text phi3+longrope lfm2 minimax bert falcon"
+).split()
 
 
 def check(case: str) -> None:

@@ -169,7 +169,10 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
         | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 50},
         "not have one embedding table",
     ),
-    "GraniteConfig": ({"embedding_multiplier": 3.0}, "split after every layer, is off by"),
+    "GraniteConfig": (
+        {"embedding_multiplier": 3.0},
+        "in a test of GraniteForCausalLM, it was wrong",
+    ),
 }
 
 

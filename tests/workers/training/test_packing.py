@@ -89,7 +89,7 @@ def test_a_family_that_cannot_be_packed_is_padded_with_one_warning(
         actor = started(ActorWorker, tiny_config(tmp_path), 1)
     assert not actor.engine.packs
 
-    assert caplog.text.count("model type bloom does not support packed rows") == 1
+    assert caplog.text.count("model type bloom runs on padded rows") == 1
 
 
 @pytest.mark.parametrize("in_mask", [False, True])

@@ -18,7 +18,7 @@ from trainer.tools.migrate.flags import read_table
 from trainer.tools.migrate.systems import RECIPES
 
 OF_SECTIONS = ("openrlhf_rows", "trl", "coati", "verl_sft")
-NOT_KEYS = re.compile(r"FILE\.py|MODULE\.NAME|docs/\S+|config\.json|workers\.rewards\.code")
+NOT_KEYS = re.compile(r"FILE\.py|MODULE\.NAME|docs/\S+|config\.json|verl_like\.rules")
 NAMED = re.compile(r"([A-Za-z_][\w.]*)=|\b(\w+(?:\.\w+)+)\b")
 KEYS_OF_NO_SCHEMA = ("placement", "role_mapping.reward_model")
 """A preset, and a key that contains the name of a role."""
