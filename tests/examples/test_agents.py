@@ -33,6 +33,7 @@ def success(steps: list[dict[str, float]]) -> list[float]:
     return [step["critic/score/mean"] for step in steps if "critic/score/mean" in step]
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_a_guesser_learns_to_follow_hints(tmp_path: Path, forked_python: Path) -> None:
     short = "trainer.total_training_steps=36"  # the script's 75 end at 0.8

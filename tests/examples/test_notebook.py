@@ -42,6 +42,7 @@ def text_of(outputs: Any, stream: str) -> str:
     return "".join(output.text for output in outputs if output.get("name") == stream)
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_the_notebook_learns_and_shows_a_bar(tmp_path: Path) -> None:
     from nbclient import NotebookClient

@@ -81,6 +81,7 @@ def test_the_quickstart_runs_on_cpus_by_default(run_dir: Path, forked_python: Pa
     assert "\n  device: cpu " in done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_quickstart_stops_resumes_learns_its_task_and_reports(tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -19,6 +19,7 @@ def cells(report: str, first: str) -> list[float]:
     return [float(cell.strip().rstrip("%")) for cell in row.split("|")]
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_each_step_of_the_pipeline_improves_its_metric(tmp_path: Path, forked_python: Path) -> None:
     small = ("trainer.total_training_steps=6", "trainer.test_freq=-1")

@@ -16,6 +16,7 @@ from tests.integration.runs import lines
 ACCURACY = "val-core/prompts/acc/mean@1"
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_grpo_names_more_shapes_than_sft(tmp_path: Path, forked_python: Path) -> None:
     run, short = EXAMPLES / "shapes" / "run.sh", "trainer.total_training_steps=60"

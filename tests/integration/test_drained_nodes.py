@@ -12,7 +12,7 @@ from tests.integration.runs import numbers, overrides
 from tests.programs import found_by
 from trainer import load_config, run
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

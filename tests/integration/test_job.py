@@ -102,6 +102,7 @@ def request(environment: dict[str, str], path: str, **job: str) -> Any:
         return json.load(response)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_submitted_job_succeeds_or_fails_and_its_log_has_the_output(
     job_environment: dict[str, str], tiny_dir: Path, tmp_path: Path

@@ -15,7 +15,7 @@ from tests.trainer.async_training.test_run import shared_numbers
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, run
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_run_that_loses_its_cluster_continues_in_another_with_the_same_numbers(
     tmp_path: Path, forked_python: Path

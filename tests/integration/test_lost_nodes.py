@@ -14,7 +14,7 @@ from tests.programs import found_by
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, run
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

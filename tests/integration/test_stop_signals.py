@@ -75,6 +75,7 @@ def assert_stops(
     wait_until(lambda: not living(str(folder)))  # without its head, a cluster ends a bit later
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.parametrize("part", ["prepare", "step"])
 def test_sigterm_in_a_part_that_outlasts_rays_handler_stops_a_run_on_ray(

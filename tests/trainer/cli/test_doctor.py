@@ -18,6 +18,7 @@ from trainer.cli.doctor import Finding, show
 from verl_like.process.machine import free_memory_gib
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_everything_works_here(ray_session: None) -> None:
     environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}

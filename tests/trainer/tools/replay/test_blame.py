@@ -51,6 +51,7 @@ def first_blamed(sums: Path, folder: Path, kind: str, seed: int) -> tuple[str, s
     return (folder / "poisoned").read_text(), blame.effects[0].name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", FAST)
 def test_the_spoiled_sample_is_named_first(sums: Path, tmp_path: Path, kind: str) -> None:
     wanted, first = first_blamed(sums, tmp_path, kind, seed=11)

@@ -11,6 +11,7 @@ import pytest
 from tests.programs import found_by
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_lost_head_is_reported_and_a_frozen_daemon_does_not_block_exit(
     ray_session: None,

@@ -267,6 +267,7 @@ def test_a_signal_interrupts_the_start_of_a_cluster(monkeypatch: pytest.MonkeyPa
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.long
 def test_an_uneven_pool_starts_and_a_lost_node_or_low_memory_is_noticed(
     tmp_path: Path, forked_python: Path
 ) -> None:
