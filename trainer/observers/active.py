@@ -13,6 +13,7 @@ An observer is an object with some of the hooks in `trainer.hooks`. It may also 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from trainer.observers.alarms import Alarms
@@ -21,7 +22,8 @@ from trainer.observers.alarms import Alarms
 def active_observers(config: Any, recipe: Any) -> list[Any]:
     """Return the observers of a run of this `RunRecipe`, in the order in which they are called."""
     observers: list[Any] = [Alarms(recipe.alarm_rules)]
-    if config.trainer.backend == "ray":
+    # Ray tells the use of its store only over grpcio, which `ray[default]` installs
+    if config.trainer.backend == "ray" and find_spec("grpc") is not None:
         from trainer.observers.object_store import ObjectStore
 
         observers.insert(0, ObjectStore())

@@ -8,8 +8,9 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines, overrides
 from trainer import load_config, run
-from trainer.observers import object_store
+from trainer.observers import active, object_store
 from trainer.observers.object_store import ObjectStore
+from trainer.ppo.prepare import PPO_RUN
 
 MIB = 2**20
 
@@ -48,3 +49,13 @@ def test_the_store_of_a_run_is_in_its_metrics_plan_and_report(
         in capsys.readouterr().out
     )
     assert "MiB spilled to disk" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_run_without_grpcio_does_not_watch_the_store(
+    monkeypatch: pytest.MonkeyPatch, tiny_dir: Path, tmp_path: Path
+) -> None:
+    config = load_config(overrides(tiny_dir, tmp_path, "trainer.backend=ray"))
+    for spec, count in ((None, 0), (object(), 1)):
+        monkeypatch.setattr(active, "find_spec", lambda name, spec=spec: spec)
+        observers = active.active_observers(config, PPO_RUN)
+        assert sum(isinstance(observer, ObjectStore) for observer in observers) == count
