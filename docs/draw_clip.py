@@ -17,10 +17,10 @@ LINES = {"good token, A = 1": (1.0, "#3d85d9"), "bad token, A = -1": (-1.0, "#d5
 def losses(advantage: float) -> tuple[list[float], list[float]]:
     """Return ratios from 0.5 to 1.6 and the token's loss at each."""
     ratios = torch.linspace(0.5, 1.6, 111)
-    one = torch.ones(1, 1)
+    token = torch.ones(1, 1)
     loss = POLICY_LOSSES["vanilla"]
     return ratios.tolist(), [
-        float(loss(0 * one, ratio.log() * one, advantage * one, one, "token-mean")[0])
+        float(loss(0 * token, ratio.log() * token, advantage * token, token, "token-mean")[0])
         for ratio in ratios
     ]
 

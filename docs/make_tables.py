@@ -109,7 +109,7 @@ def key_sections() -> dict[str, tuple[str, list[KeyRow], str]]:
         if (options := key.rules.options) is not None and options not in own_sections:
             alike.setdefault((*_rows_of_keys(options, leaf_keys(options)),), []).append(key.name)
 
-    found = {}
+    sections = {}
     for rows, (first, *others) in alike.items():
         heading = "## Top level"
         if first:
@@ -117,10 +117,10 @@ def key_sections() -> dict[str, tuple[str, list[KeyRow], str]]:
             if keys[first].is_section:
                 heading += f"\n\n{docs[first]}"
         same = f"The same keys are in {_code(others)}." if others else ""
-        found[first] = (heading, [*rows], same)
+        sections[first] = (heading, [*rows], same)
     names = [*keys]
-    in_order = sorted(found, key=lambda name: names.index(name) if name else len(names))
-    return {name: found[name] for name in in_order}
+    in_order = sorted(sections, key=lambda name: names.index(name) if name else len(names))
+    return {name: sections[name] for name in in_order}
 
 
 def key_table(page: str) -> str:

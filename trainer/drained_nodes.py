@@ -1,4 +1,4 @@
-"""What a run does between two steps if Ray drains nodes of its groups."""
+"""Save and move a run between two steps if Ray drains nodes of its groups."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ python -m tests.integration.drained_nodes TINY_DIR RUN_DIR        prints what ha
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from pathlib import Path
@@ -14,11 +13,10 @@ from typing import Any
 import pytest
 import ray
 from ray._raylet import GcsClient
-from ray.cluster_utils import Cluster
 from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 from tests.forked_ray import ask_for_forks
-from tests.integration.lost_nodes import PPO_POOLS, SHORT, Losing
+from tests.integration.lost_nodes import PPO_POOLS, SHORT, Losing, losing_cluster
 from tests.integration.runs import overrides
 from tests.programs import tell
 from trainer import load_config, run
@@ -35,15 +33,20 @@ DRAINED = {
 DEADLINE_S = 60
 
 
-def drain(groups: WorkerGroups, pool: str) -> str:
-    """Announce the end of the node of a pool, as a cloud does, after a new node has come."""
-    Losing.add_node()
-    (node,) = groups.placement.pools[pool].nodes
+def announce_end(node: str) -> None:
+    """Announce the end of a node, as a cloud does."""
     client, until = GcsClient(address=Losing.cluster.address), time.time() + DEADLINE_S
     is_accepted, why = client.drain_node(
-        node.key, DRAIN_NODE_REASON_PREEMPTION, "test", int(until * 1000)
+        node, DRAIN_NODE_REASON_PREEMPTION, "test", int(until * 1000)
     )
     assert is_accepted, why
+
+
+def drain(groups: WorkerGroups, pool: str) -> str:
+    """Add a node, and announce the end of the node of a pool; return its id."""
+    Losing.add_node()
+    (node,) = groups.placement.pools[pool].nodes
+    announce_end(node.key)
     return node.key
 
 
@@ -69,21 +72,9 @@ class Drains:
 
 
 def main(tiny: Path, folder: Path) -> dict[str, Any]:
-    Losing.cluster = cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    for _ in range(2):
-        Losing.add_node()
-    here = (
-        *("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.device=cpu"),
-        *("trainer.nnodes=2", "trainer.n_gpus_per_node=1"),
-    )
-    folder.mkdir(parents=True)
-    log, drains = logging.FileHandler(folder / "log"), Drains()
-    for package in ("trainer", "verl_like"):
-        logging.getLogger(package).addHandler(log)
-    try:
-        more = (*PPO_POOLS, *SHORT, f"trainer.total_training_steps={STEPS}")
+    drains = Drains()
+    with losing_cluster(2, folder) as here:
+        more = (*PPO_POOLS, *SHORT, f"trainer.total_training_steps={STEPS}", "trainer.nnodes=2")
         run(load_config(overrides(tiny, folder / "run", *more, *here)), callbacks=[drains])
         gone = {key for _, _, key in drains.drained}
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -94,9 +85,6 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
             "still_there": sorted(gone & alive),
             "log": (folder / "log").read_text(),
         }
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -8,21 +8,16 @@ node is lost.
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
-from ray._raylet import GcsClient
-from ray.cluster_utils import Cluster
-from ray.core.generated.autoscaler_pb2 import DRAIN_NODE_REASON_PREEMPTION
 
 from tests.forked_ray import ask_for_forks
-from tests.integration.lost_nodes import Losing
+from tests.integration.drained_nodes import announce_end
+from tests.integration.lost_nodes import Losing, losing_cluster
 from tests.integration.runs import POLICY_ALONE, overrides
 from tests.programs import tell
 from tests.waiting import wait_until
@@ -76,39 +71,23 @@ class Comings:
         if event == "kill":
             Losing.cluster.remove_node(Losing.nodes.pop(node.key), allow_graceful=False)
             return
-        client, until = GcsClient(address=Losing.cluster.address), time.time() + 60
-        assert client.drain_node(node.key, DRAIN_NODE_REASON_PREEMPTION, "", int(until * 1000))[0]
+        announce_end(node.key)
 
 
 def main(tiny: Path, folder: Path) -> dict[str, Any]:
-    Losing.cluster = cluster = Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
-    )
-    for _ in range(2):
-        Losing.add_node()
-    here = (
-        *("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.device=cpu"),
-        *(f"trainer.nnodes={GENERATORS + 1}", "trainer.n_gpus_per_node=1"),
-    )
-    folder.mkdir(parents=True)
-    log = logging.FileHandler(folder / "log")
-    for package in ("trainer", "verl_like"):
-        logging.getLogger(package).addHandler(log)
     callbacks = {
         "equal": Comings(["join", "drain", "join"]),
         "random": Comings(None),
     }
     settings = {"equal": SYNCHRONOUS, "random": (f"trainer.total_training_steps={STEPS}",)}
-    try:
+    nodes = f"trainer.nnodes={GENERATORS + 1}"
+    with losing_cluster(2, folder) as here:
         for name, callback in callbacks.items():
-            more = (*SETTINGS, *settings[name], *here)
+            more = (*SETTINGS, *settings[name], *here, nodes)
             config = load_config(overrides(tiny, folder / name, *more), ASYNC)
             run(config, callbacks=[callback])
         seen = {name: callback.seen for name, callback in callbacks.items()}
         return {"seen": seen, "log": (folder / "log").read_text()}
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 if __name__ == "__main__":

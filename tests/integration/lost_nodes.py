@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -129,24 +131,34 @@ def lose_role(folder: Path, role: str, restarts_class: type, *here: str) -> dict
     return report | {"pids": LosesRole.pids}
 
 
-def main(tiny: Path, folder: Path) -> dict[str, Any]:
-    """Run on one cluster, which has one node less after each run that gets no new node."""
+@contextmanager
+def losing_cluster(num_nodes: int, folder: Path) -> Iterator[tuple[str, ...]]:
+    """Yield settings for a new cluster, with a process per node; runs log into `folder`/log."""
     Losing.cluster = cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )
-    for _ in range(3):
+    for _ in range(num_nodes):
         Losing.add_node()
-    here = (
-        *("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.device=cpu"),
-        *("trainer.nnodes=2", "trainer.n_gpus_per_node=1"),
-    )
-    bounded = f"timeouts.placement_s={PLACEMENT_S}"
     folder.mkdir(parents=True)
     log = logging.FileHandler(folder / "log")
     for package in ("trainer", "verl_like"):
         logging.getLogger(package).addHandler(log)
     try:
-        two_nodes = on_two_nodes(tiny, folder / "two_nodes", cluster, Losing.nodes)
+        yield (
+            *("trainer.backend=ray", f"ray.address={cluster.address}", "trainer.device=cpu"),
+            "trainer.n_gpus_per_node=1",
+        )
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def main(tiny: Path, folder: Path) -> dict[str, Any]:
+    """Run on one cluster, which has one node less after each run that gets no new node."""
+    bounded = f"timeouts.placement_s={PLACEMENT_S}"
+    with losing_cluster(3, folder) as settings:
+        here = (*settings, "trainer.nnodes=2")
+        two_nodes = on_two_nodes(tiny, folder / "two_nodes", Losing.cluster, Losing.nodes)
         Losing.add_node()
         return {
             "two_nodes": two_nodes,
@@ -155,9 +167,6 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
             "none": lose_role(folder / "none", "student", restarts.Restarts, *here, bounded),
             "log": (folder / "log").read_text(),
         }
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a run does after a notice that its nodes go, if it cannot move or save."""
+"""A run whose nodes go, and that cannot move or save, warns and continues."""
 
 from __future__ import annotations
 

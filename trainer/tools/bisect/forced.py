@@ -33,9 +33,9 @@ def with_samples_of(a: Side, b: Side, folder: Path, number: int) -> tuple[Side, 
     sides: list[Side] = []
 
     def keep(run_folder: Path) -> None:
-        made = recorded_side(b.name, run_folder / RECORD)
-        arrays = made.load(number)
-        sides.append(replace(b, steps={number: made.steps[number]}, load=lambda _: arrays))
+        repeated = recorded_side(b.name, run_folder / RECORD)
+        arrays = repeated.load(number)
+        sides.append(replace(b, steps={number: repeated.steps[number]}, load=lambda _: arrays))
 
     with contextlib.redirect_stdout(sys.stderr):
         replay(

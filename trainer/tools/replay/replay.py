@@ -258,7 +258,7 @@ class ReplayRequest:
     following: DataProto | None = None
     """The samples of the next step, as the run saved them."""
     log_probs: str = "the run did not save the next step's samples (trainer.batch_steps_to_keep)"
-    """What changed in their log-probs."""
+    """Describes the change of their log-probs."""
     metrics: Metrics = field(default_factory=dict)
     """Metrics of the step or of the stage."""
 

@@ -53,8 +53,9 @@ def estimate_without(
 ) -> tuple[DataProto, dict[str, float]]:
     """Estimate advantages of the other samples; the filter of skipped samples leaves these out."""
     known = sample_names(batch)
+    uids = {name.rpartition("/")[0] for name in known}
     for name in names:
-        if name not in known and name not in (uids := {n.rpartition("/")[0] for n in known}):
+        if name not in known and name not in uids:
             raise ConfigError(
                 f"--without {name}: the step has no such sample.{nearest(name, [*known, *uids])} "
                 "Write UID/SAMPLE, or UID for all samples of a prompt, as in rollouts/N.jsonl."
@@ -152,21 +153,21 @@ class Blame:
             gradients: dict[str, float] = group.take_gradients(keep)[0]
             return metrics | gradients
 
-        whole = passed(batch, keep=True)
+        of_all = passed(batch, keep=True)
         if not self.name.endswith("/grad_norm"):
-            if self.name not in whole:
-                known = sorted({GRAD_NORM, *numbers, *whole.keys()} - {"norm", "dot"})
+            if self.name not in of_all:
+                known = sorted({GRAD_NORM, *numbers, *of_all.keys()} - {"norm", "dot"})
                 raise ConfigError(
                     f"--blame {self.name}: no metric of samples or of the loss."
                     f"{nearest(self.name, known)} Known: {', '.join(known)}."
                 )
-            self.total = whole[self.name]
+            self.total = of_all[self.name]
             return [passed(batch[[row]])[self.name] for row in range(len(batch))]
-        self.total, effects = whole["norm"], []
+        self.total, effects = of_all["norm"], []
         for row in range(len(batch)):
             part = passed(batch[[row]])
             square = self.total**2 - 2 * part["dot"] + part["norm"] ** 2
-            # if the whole norm is not finite, the row's own norm orders the rows
+            # if the norm of all rows is not finite, the row's own norm orders the rows
             is_known = math.isfinite(self.total) and math.isfinite(square)
             effects.append(self.total - math.sqrt(max(square, 0.0)) if is_known else part["norm"])
         return effects

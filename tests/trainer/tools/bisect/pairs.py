@@ -341,8 +341,8 @@ def main(systems: Sequence[str]) -> None:
                 counts[name][0] += is_right
                 counts[name][1] += 1
             words = ", ".join(f"{name} {'right' if x else 'WRONG'}" for name, x in checks.items())
-            said = "" if all(checks.values()) else f" ({result.stage}: {result.causes[:300]})"
-            print(f"{pair.system} {dict(pair.changes)}: {words}{said}", flush=True)
+            wrong = "" if all(checks.values()) else f" ({result.stage}: {result.causes[:300]})"
+            print(f"{pair.system} {dict(pair.changes)}: {words}{wrong}", flush=True)
     for name, (right, total) in counts.items():
         print(f"{name}: {right} of {total}")
 

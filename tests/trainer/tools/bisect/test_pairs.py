@@ -17,9 +17,9 @@ def sides(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Sides:
 def check(sides: Sides, pair: Pair) -> None:
     if pair.system != "ours":
         pytest.importorskip(pair.system)
-    found = outcome(sides, pair)
-    assert found.stage == pair.stage, found
-    assert found.cause_is_right, found
+    result = outcome(sides, pair)
+    assert result.stage == pair.stage, result
+    assert result.cause_is_right, result
 
 
 def test_there_are_40_differences_and_20_equal_pairs() -> None:

@@ -96,8 +96,8 @@ def log_probs(arrays: dict[str, Any], passes: list[tuple[Any, Any]]) -> dict[str
     rows = {tuple(ids): numbers for ids, numbers in pairs}
     names = ("prompts", "responses") if "responses" in arrays else ()
     wanted = torch.cat([arrays[name] for name in names], 1).tolist() if names else []
-    found = [rows[tuple(ids)] for ids in wanted if tuple(ids) in rows]
-    return {"log_probs": torch.stack(found)} if found and len(found) == len(wanted) else {}
+    matching = [rows[tuple(ids)] for ids in wanted if tuple(ids) in rows]
+    return {"log_probs": torch.stack(matching)} if matching and len(matching) == len(wanted) else {}
 
 
 def norms(named: Any) -> dict[str, float]:
