@@ -234,7 +234,7 @@ def outcome(system: str, source: str) -> tuple[str, str, list[Translation]]:
         kind = "not recognized" if words.startswith("there is no command") else "rejected"
         return kind, words[:MOST_WORDS], []
     for done in results:
-        subprocess.run(["bash", "-n", "-c", done.report(100)], check=True)
+        subprocess.run(["bash", "-n", "-c", done.report()], check=True)
 
     programs = f"{', '.join(done.program for done in results)}"
     explanation = f"{programs}{' with arguments' if arguments else ''}"

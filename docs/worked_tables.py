@@ -85,4 +85,4 @@ def token_weights() -> str:
 
 def text_table(lines: list[tuple[str, ...]]) -> str:
     """Draw lines of cells as a block of text, with numbers aligned right."""
-    return "\n".join(["```text", *draw_table(lines, None, 1, flush_right=True), "```"])
+    return "\n".join(["```text", *draw_table(lines, flush_right=True), "```"])

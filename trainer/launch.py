@@ -44,7 +44,7 @@ from verl_like.placement.pools import NodeSpec
 from verl_like.process.sandbox import reject_nested_run
 from verl_like.registry import load_object
 from verl_like.signatures import check_methods
-from verl_like.terminal import fit, terminal_width
+from verl_like.terminal import printable
 
 
 def run(
@@ -145,9 +145,9 @@ def check(
         except VerlLikeError:
             with suppress(VerlLikeError):
                 describe = trainer_cls.recipe.describe
-                for memory in describe(config, trainer_cls, terminal_width(), True)[:1]:
+                for memory in describe(config, trainer_cls, True)[:1]:
                     if not memory.startswith(UNKNOWN):
-                        print(fit(memory, terminal_width()), flush=True)
+                        print(printable(memory), flush=True)
             raise
         if plan is not None:
             print(plan(config), flush=True)
@@ -262,7 +262,7 @@ def reproducible_arithmetic() -> Iterator[None]:
 
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
-    """Print a short plan, as wide as the terminal."""
+    """Print a short plan."""
     print(describe_plan(placement, config, trainer_cls), flush=True)
 
 
@@ -270,10 +270,9 @@ def describe_plan(
     placement: Placement, config: RunConfig, trainer_cls: type[Trainer], full: bool = False
 ) -> str:
     """Return the placement and the parts of a step."""
-    width, trainer = terminal_width(), config.trainer
-    models = role_models(config)
-    parts = trainer_cls.recipe.describe(config, trainer_cls, width, not full)
-    parts = [*parts, placement.draw(width, describe_axes(config, models))]
+    trainer, models = config.trainer, role_models(config)
+    parts = trainer_cls.recipe.describe(config, trainer_cls, not full)
+    parts = [*parts, placement.draw(describe_axes(config, models))]
     if any(len(pool.nodes) > 1 for pool in placement.pools.values()):
         from trainer.groups.slow_links import propose_hsdp
 
@@ -284,7 +283,7 @@ def describe_plan(
     parts.append(describe_saving(config, trainer_cls))
     if not full:
         parts.append("With --full, `verl-like check` prints the whole plan.")
-    return ("\n\n" if full else "\n").join(fit(part, width) for part in parts if part)
+    return ("\n\n" if full else "\n").join(printable(part) for part in parts if part)
 
 
 def describe_saving(config: RunConfig, trainer_cls: type[Trainer]) -> str:

@@ -6,13 +6,12 @@ import sys
 
 from trainer.ppo import recipe
 from trainer.recipe_command import run_command
-from verl_like.terminal import fit, terminal_width
 
 
 def main() -> None:
     """Run the command with the arguments of the process."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(fit((recipe.__doc__ or "").rstrip(), terminal_width()))
+        print((recipe.__doc__ or "").rstrip())
     else:
         run_command(recipe.PPO, sys.argv[1:])
 

@@ -72,7 +72,6 @@ def model_memory(
 def memory_table(
     roles: Sequence[RoleMemory],
     devices: Devices,
-    max_columns: int | None = None,
     brief: bool = False,
     heading: str = "Memory",
 ) -> str:
@@ -108,7 +107,7 @@ def memory_table(
     units = "MiB" if is_small else "GiB"
     title = f"Estimated {units} per {unit} ({device}), if every row has the maximum length"
     title = f"{heading}: {title}" if heading else title
-    table_lines = draw_table(lines, max_columns, 2, flush_right=True, zero="0")
+    table_lines = draw_table(lines, 2, flush_right=True, zero="0")
     asleep = [
         f"{role.role}: sleeps, and frees its memory, while the other roles of its pool run"
         for role in roles

@@ -43,10 +43,8 @@ from verl_like.process.info import OWN_PROCESS
 from verl_like.terminal import (
     draw_table,
     exit_on_broken_pipe,
-    fit,
     printable,
     survive_broken_pipes,
-    terminal_width,
 )
 from workers.cpu.allocator import keep_freed_memory
 
@@ -243,14 +241,14 @@ def run_jobs(
                 failure = "its traceback is above"
         failures.append(failure)
 
-    width, num_failed = terminal_width(), sum(map(bool, failures))
+    num_failed = sum(map(bool, failures))
     if num_failed:
         shared = set(jobs[0]).intersection(*jobs)
         rows = [["job", "outcome"]]
         for job, failure in zip(jobs, failures, strict=True):
             settings = " ".join(setting for setting in job if setting not in shared)
             rows.append([settings, failure or "no failure"])
-        print("", *draw_table(rows, width), sep="\n")
+        print("", *draw_table(rows), sep="\n")
 
     trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
     if len(trained) > 1:
@@ -258,6 +256,6 @@ def run_jobs(
 
         runs = read_runs(trained)
         page = write_comparison(runs, trained[0].parent / PAGE)
-        print("", comparison_text(runs, width), "", f"comparison: {page}", sep="\n", flush=True)
+        print("", comparison_text(runs), "", f"comparison: {page}", sep="\n", flush=True)
     if num_failed:
-        sys.exit(fit(f"error: {num_failed} of {len(jobs)} jobs failed", width))
+        sys.exit(f"error: {num_failed} of {len(jobs)} jobs failed")

@@ -35,7 +35,7 @@ class RunRecipe:
         worker_code: returns the names and dotted paths of code that workers use.
         check_columns: checks the columns of our stages, which a user's stages may add to.
         describe: returns paragraphs about a step (a few lines if `brief`) of a trainer's class, to
-            print with the placement: `describe(config, trainer_cls, max_columns, brief)`.
+            print with the placement: `describe(config, trainer_cls, brief)`.
         describe_inputs: returns the lines that a dry run prints about the inputs of `prepare`.
         headline: returns a step's numbers for the console; if none, it shows the first metrics.
         sample_metrics: returns the metrics of a step's samples, if steps train on samples that they

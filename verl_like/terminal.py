@@ -1,14 +1,10 @@
-"""Text for the terminal: its width, wrapped lines, and tables that fit.
-
-Tables (placement, batch sizes, dataflow) come from `draw_table`. `fit` wraps what a command prints.
-"""
+"""Text for the terminal: tables, escaped characters, and streams that nobody reads."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
-import shutil
 import signal
 import sys
 import textwrap
@@ -19,8 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-NARROWEST = 20
-"""The smallest width that is assumed for a terminal."""
+WIDTH = 100
+"""The columns of the widest table."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that move the cursor, change colors or end lines, except tab and newline."""
 
@@ -91,45 +87,18 @@ def print_or_exit(text: str) -> None:
         sys.exit(128 + signal.SIGPIPE)
 
 
-def terminal_width() -> int | None:
-    """Return COLUMNS or the terminal's width; None for a file or a pipe if COLUMNS is not set."""
-    if not (os.environ.get("COLUMNS") or sys.stdout.isatty()):
-        return None
-    return max(shutil.get_terminal_size().columns, NARROWEST)
-
-
 def printable(text: str) -> str:
     """Return the text with control characters escaped, since a file's name may contain any."""
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def fit(text: str, width: int | None, indent: str = "    ") -> str:
-    """Wrap long lines to `width` without ever cutting a key or a path.
-
-    If `width` is None, no line is wrapped. Control characters are escaped.
-    """
-    text = printable(text)
-    if width is None:
-        return text
-    return "\n".join("\n".join(_wrap(line, width, indent)) for line in text.splitlines())
-
-
-def _wrap(line: str, width: int, indent: str) -> list[str]:
-    if len(line) <= width:
-        return [line]  # unchanged, because textwrap would change its spaces
-    return textwrap.wrap(
-        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-
-
 def draw_table(
     rows: Sequence[Sequence[str]],
-    width: int | None = None,
     num_titles: int = 1,
     flush_right: bool = False,
     zero: str | None = None,
 ) -> list[str]:
-    """Return the lines of a table whose first row is its heading, in columns if they fit `width`.
+    """Return the lines of a table whose first row is its heading, in columns if they fit `WIDTH`.
 
     If they do not fit, each row becomes a paragraph: its first `num_titles` cells, then the others,
     each with its heading. A paragraph leaves out cells that equal `zero`, and a table leaves out
@@ -138,7 +107,7 @@ def draw_table(
     columns = [[printable(cell) for cell in column] for column in zip(*rows, strict=True)]
     rows = [*zip(*(column for column in columns if {*column[1:]} != {zero}), strict=True)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    if width is None or sum(widths) + 2 * (len(widths) - 1) <= width:
+    if sum(widths) + 2 * (len(widths) - 1) <= WIDTH:
         lines = []
         for row in rows:
             num_left = num_titles if flush_right else len(row)
@@ -154,5 +123,13 @@ def draw_table(
     for row in others:
         cells = zip(heading[num_titles:], row[num_titles:], strict=True)
         rest = "; ".join(f"{head} {cell}" for head, cell in cells if cell != zero)
-        lines += ["  ".join(row[:num_titles]), *_wrap("  " + rest, width, "  ")]
+        lines.append("  ".join(row[:num_titles]))
+        lines += textwrap.wrap(
+            rest,
+            WIDTH,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
     return lines

@@ -15,7 +15,7 @@ from trainer.launch import describe_plan, nominal_placement, trainer_class
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT
 
-MOST_LINES, WIDTH = 12, 80
+MOST_LINES = 12
 SFT_RUN = ("data.train_files=t.jsonl", "model.path={tiny}/model", "trainer.backend=local")
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
@@ -34,14 +34,13 @@ def plan(config: Any, full: bool) -> list[str]:
         (SFT, []),
     ],
 )
-def test_only_the_full_plan_is_long_and_neither_is_wider_than_80(
+def test_only_the_full_plan_is_long(
     recipe: Recipe,
     more: list[str],
     tiny_dir: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.chdir(tmp_path)
     if recipe is SFT:
         settings = [setting.format(tiny=tiny_dir) for setting in SFT_RUN]
@@ -50,8 +49,6 @@ def test_only_the_full_plan_is_long_and_neither_is_wider_than_80(
     brief = plan(load_config(settings, recipe), full=False)
     assert len(brief) <= MOST_LINES, "\n".join(brief)
     assert brief[-1] == "With --full, `verl-like check` prints the whole plan."
-    assert max(map(len, brief)) <= WIDTH
     full = plan(load_config(settings, recipe), full=True)
     assert len(full) > len(brief)
-    assert max(map(len, full)) <= WIDTH
     assert any("Memory: Estimated MiB per device" in line for line in full)

@@ -8,9 +8,7 @@ AGES = {0: "samples are of the newest version", 1: "samples are at most 1 versio
 MOMENTS = {"between_batches": "between two calls", "immediate": "in the middle of a call"}
 
 
-def plan_lines(
-    config: AsyncConfig, max_columns: int | None = None, brief: bool = False
-) -> list[str]:
+def plan_lines(config: AsyncConfig, brief: bool = False) -> list[str]:
     """Describe routes, how far generators run ahead, and when weights reach them."""
     async_training, topology = config.async_training, config.topology
     generators, num_open = topology.generators, open_at_once(config)
@@ -24,7 +22,7 @@ def plan_lines(
     together = f", up to {most} calls per generator at the same time" if most > 1 else ""
     queued = f"at most {num_open:,} queued or in generation"
     lines = [
-        *topology.describe(max_columns).splitlines(),
+        *topology.describe().splitlines(),
         f"Batch: {batch:,} prompts in {_count(batch // config.chunk_size, 'call')} of "
         f"{_count(config.chunk_size, 'prompt')}; each call goes to one generator{together}",
         f"Staleness: {age} in an update, and generators pause when a new sample would exceed this",

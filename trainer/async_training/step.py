@@ -40,12 +40,10 @@ def prepare(config: AsyncConfig, at_end: ExitStack) -> tuple[Any, ...]:
     return PPO_RUN.prepare(config, at_end)
 
 
-def describe(
-    config: AsyncConfig, trainer_cls: type, max_columns: int | None = None, brief: bool = False
-) -> list[str]:
+def describe(config: AsyncConfig, trainer_cls: type, brief: bool = False) -> list[str]:
     """Return PPO's description, then describe the work of generators and trainers."""
-    plan = "\n".join(plan_lines(config, max_columns, brief))
-    return [*PPO_RUN.describe(config, trainer_cls, max_columns, brief), plan]
+    plan = "\n".join(plan_lines(config, brief))
+    return [*PPO_RUN.describe(config, trainer_cls, brief), plan]
 
 
 class AsyncTrainer(PPOTrainer):

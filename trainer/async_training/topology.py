@@ -161,8 +161,8 @@ class Topology:
             for generator in range(self.generators)
         }
 
-    def describe(self, width: int | None = None) -> str:
-        """Return the table of routes, no wider than `width` columns."""
+    def describe(self) -> str:
+        """Return the table of routes."""
         rows = [("sender", "role or rank", "pool", "samples to", "weights to")]
         for generator, (role, pool) in enumerate(self.roles().items()):
             to = _named("trainer", self.trainers_of[generator])
@@ -170,7 +170,7 @@ class Topology:
         for trainer in range(self.trainers):
             to = _named("generator", self.weight_receivers(trainer))
             rows.append((f"trainer {trainer}", f"rank {trainer}", TRAINER_POOL, "-", to))
-        return "\n".join(draw_table(rows, width))
+        return "\n".join(draw_table(rows))
 
     def _check_reached(self) -> None:
         """Check that each generator has receivers and one sender, and each trainer gets samples."""

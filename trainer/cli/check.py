@@ -56,24 +56,22 @@ from trainer.rows.trainer import RowTrainer
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError, nearest
 from verl_like.registry import load_object
-from verl_like.terminal import fit, terminal_width
+from verl_like.terminal import printable
 
 LEFT_OUT = ("resource_pool_spec", "role_mapping", "trainer.dry_run", "trainer.simulate")
 """Changed keys that are not listed: the placement shows them, or the command sets them."""
 SET_HERE = ("trainer.dry_run", "trainer.simulate")
 """Keys of this command that the run does not take."""
 CHOSEN = "Chosen for your settings and devices"
-WIDTH_OF_A_FILE = 160
 
 
 def explain(
     config: Any,
-    max_columns: int | None = None,
     measured: str = "",
     recipe: Recipe[Any] = PPO,
     settings: Sequence[str] = (),
 ) -> str:
-    """Return all sections of the plan, with tables no wider than `max_columns`.
+    """Return all sections of the plan.
 
     `measured` is the folder of a run whose phases predict the time of an asynchronous run.
     `config` is the configuration of `recipe` with the user's `settings`.
@@ -86,9 +84,9 @@ def explain(
     trainer_cls, texts = trainer_class(config), []
     if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):
         texts.append(batch_line(config))
-        sections = ppo_sections(config, max_columns, measured)
+        sections = ppo_sections(config, measured)
     else:
-        sections = row_sections(config, max_columns)
+        sections = row_sections(config)
     sections["Changed from the defaults"] = change_lines(config, recipe, known)
     no_effect = [f"{', '.join(names)}: {why}" for why, names in unused.items()]
     sections["Keys that you set without effect"] = no_effect
@@ -207,10 +205,9 @@ def main(arguments: Sequence[str]) -> None:
 def full_plan(
     config: RunConfig, measured: str = "", recipe: Recipe[Any] = PPO, settings: Sequence[str] = ()
 ) -> str:
-    """Return the full plan of the run, as wide as the terminal, or `WIDTH_OF_A_FILE`."""
-    width = terminal_width() or WIDTH_OF_A_FILE
+    """Return the full plan of the run."""
     trainer_cls = trainer_class(config)
     is_ppo = isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer)
     if is_ppo or (isinstance(config, RowConfig) and issubclass(trainer_cls, RowTrainer)):
-        return fit(explain(config, width, measured, recipe, settings), width)
+        return printable(explain(config, measured, recipe, settings))
     return describe_plan(nominal_placement(config), config, trainer_cls, full=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.tools.compare.tables import PAGE, comparison_text, read_runs, write_comparison
-from verl_like.terminal import terminal_width, usage_of
+from verl_like.terminal import usage_of
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -28,5 +28,5 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
 
     runs = read_runs(options.runs)
-    print(comparison_text(runs, terminal_width()))
+    print(comparison_text(runs))
     print(f"\ncomparison: {write_comparison(runs, Path(options.page))}")

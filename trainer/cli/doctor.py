@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from trainer.cli import network
 from verl_like.process.machine import free_memory_gib, memory_gib, usable_cores
-from verl_like.terminal import fit, print_or_exit, terminal_width
+from verl_like.terminal import print_or_exit, printable
 from workers.cpu.allocator import settings_of_user
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ def show(items: Iterable[Finding]) -> None:
     """Print every finding as it comes; exit with 1 if a required item fails."""
     failed = 0
     for finding in items:
-        print_or_exit(fit(str(finding), terminal_width(), "      "))
+        print_or_exit(printable(str(finding)))
         failed += bool(finding.fix) and not finding.is_optional
     print_or_exit(
         f"{failed} required check{'s' * (failed > 1)} failed; what to do is after →"

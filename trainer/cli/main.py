@@ -38,7 +38,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_like.lazy import check_not_hidden
-from verl_like.terminal import exit_on_broken_pipe, fit, printable, terminal_width
+from verl_like.terminal import exit_on_broken_pipe, printable
 
 RECIPES = {
     "ppo": "trainer.ppo.recipe.PPO",
@@ -88,7 +88,7 @@ def main() -> None:
     if command == "--help" and arguments[:1] and arguments[0] in COMMANDS:
         command, arguments = arguments[0], ["--help"]
     if command in ASKS_FOR_HELP:
-        print(fit((__doc__ or "").rstrip(), terminal_width()))
+        print((__doc__ or "").rstrip())
     elif command == "--version":
         from importlib.metadata import version
 
@@ -107,7 +107,7 @@ def main() -> None:
         module = COMMANDS[command].rpartition(".")[0]
         file = Path(__file__).resolve().parents[2] / f"{module.replace('.', '/')}.py"
         text = ast.get_docstring(ast.parse(file.read_bytes())) or ""  # without an import
-        print(fit(text, terminal_width()))
+        print(text)
     else:
         from verl_like.errors import VerlLikeError
         from verl_like.process.garbage import pause_collection

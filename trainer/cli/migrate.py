@@ -36,7 +36,6 @@ from collections.abc import Sequence
 
 from trainer.tools.migrate.systems import migrate
 from trainer.tools.migrate.translation import commented
-from verl_like.terminal import terminal_width
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -50,7 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         translations = migrate(system, [source, *script_arguments])
     else:
         translations = migrate(system, source, script_arguments)
-    print("\n\n".join(done.report(terminal_width()) for done in translations), flush=True)
+    print("\n\n".join(done.report() for done in translations), flush=True)
     if asks_for_proof:
         from trainer.tools.migrate.prove import prove
 

@@ -56,7 +56,6 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.files import parse_json
 from verl_like.process.garbage import pause_collection
 from verl_like.registry import load_object
-from verl_like.terminal import terminal_width
 
 JOBS = {
     "ppo": "trainer.tools.planner.ppo.PPOJob",
@@ -77,14 +76,14 @@ def main(arguments: Sequence[str]) -> None:
         lambda record: not record.getMessage().startswith("note: ")  # such as about dropped pools
     )
     torch.set_num_threads(1)  # models are tried out at tiny sizes, where more threads cost time
-    print(plan(arguments, terminal_width()))
+    print(plan(arguments))
     gc.freeze()  # the process ends: Python's last collection would take a second
 
 
 @pause_collection()
-def plan(arguments: Sequence[str], max_columns: int | None = None) -> str:
+def plan(arguments: Sequence[str]) -> str:
     """Return the plan for these arguments."""
-    return plan_text(job_of(arguments), max_columns)
+    return plan_text(job_of(arguments))
 
 
 def _recipe_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:

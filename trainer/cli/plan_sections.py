@@ -30,25 +30,25 @@ from verl_like.placement.roles import expand_roles
 from workers.losses.registry import POLICY_LOSSES
 
 
-def ppo_sections(config: PPOConfig, max_columns: int | None, measured: str) -> dict[str, list[str]]:
+def ppo_sections(config: PPOConfig, measured: str) -> dict[str, list[str]]:
     """Return the sections about memory, placement and calls of PPO and its variants."""
     config = fit_passes(config, devices_of(config.trainer))
     overridden = overridden_stages(trainer_class(config))
     return {
-        "Memory per device": plan_text(config, max_columns, heading="").splitlines(),
-        "Placement": placement_lines(config, max_columns),
-        **generators_sections(config, max_columns, measured),
-        "Calls of a step": describe(config, max_columns, overridden).splitlines(),
-        "Batch sizes": batch_table(config, max_columns, heading="").splitlines(),
+        "Memory per device": plan_text(config, heading="").splitlines(),
+        "Placement": placement_lines(config),
+        **generators_sections(config, measured),
+        "Calls of a step": describe(config, overridden).splitlines(),
+        "Batch sizes": batch_table(config, heading="").splitlines(),
         "Metrics to watch": watch_lines(config),
     }
 
 
-def row_sections(config: RowConfig, max_columns: int | None) -> dict[str, list[str]]:
+def row_sections(config: RowConfig) -> dict[str, list[str]]:
     """Return the sections about memory, placement and batch sizes of a recipe on rows."""
-    memory = preflight.plan_text(config, max_columns, heading="")
+    memory = preflight.plan_text(config, heading="")
     axes = describe_axes(config, role_models(config))
-    placement = nominal_placement(config).draw(max_columns, axes)
+    placement = nominal_placement(config).draw(axes)
     return {
         "Memory per device": memory.splitlines(),
         "Placement": placement.splitlines(),
@@ -56,16 +56,14 @@ def row_sections(config: RowConfig, max_columns: int | None) -> dict[str, list[s
     }
 
 
-def generators_sections(
-    config: PPOConfig, max_columns: int | None, measured: str
-) -> dict[str, list[str]]:
+def generators_sections(config: PPOConfig, measured: str) -> dict[str, list[str]]:
     """Describe an asynchronous run: its generators, its trainers and, if known, its speed."""
     if not isinstance(config, AsyncConfig):
         return {}
     speed = ["Add --measured RUN_DIR, the folder of a PPO run, to compare the seconds of both."]
     if measured:
         speed = measured_sides(measured, config.topology.generators)
-    return {"Generators and trainers": plan_lines(config, max_columns), "Speed": speed}
+    return {"Generators and trainers": plan_lines(config), "Speed": speed}
 
 
 def measured_sides(folder: str, num_generators: int) -> list[str]:
@@ -107,13 +105,13 @@ def measured_sides(folder: str, num_generators: int) -> list[str]:
     return lines
 
 
-def placement_lines(config: PPOConfig, max_columns: int | None = None) -> list[str]:
+def placement_lines(config: PPOConfig) -> list[str]:
     """Describe the placement on the configured nodes, and its consequences."""
     num_roles = Counter(expand_roles(config.role_mapping).values())
     shared = [pool for pool, count in num_roles.items() if count > 1]
 
     axes = describe_axes(config, models_of(config, without_users=True))
-    lines = nominal_placement(config).draw(max_columns, axes).splitlines()
+    lines = nominal_placement(config).draw(axes).splitlines()
     pools = config.resource_pool_spec.items()
     if len(pools) > 1 and all(config.is_inline(name, sum(sizes)) for name, sizes in pools):
         lines.append(

@@ -227,15 +227,12 @@ def overlaps(config: PPOConfig) -> str:
     return "\n".join(lines)
 
 
-def describe(
-    config: PPOConfig, max_columns: int | None = None, overridden: Sequence[str] = ()
-) -> str:
+def describe(config: PPOConfig, overridden: Sequence[str] = ()) -> str:
     """Describe the graph: what each call waits for, and which calls overlap.
 
     The table leaves out waits that follow from others: a call also waits for everything that the
-    calls in its row wait for. The table is no wider than `max_columns`. `overridden`
-    lists the methods that a subclass overrides. Bookkeeping columns that come with the tokens, such
-    as the attention mask, are left out.
+    calls in its row wait for. `overridden` lists the methods that a subclass overrides.
+    Bookkeeping columns that come with the tokens, such as the attention mask, are left out.
     """
     nodes = step_nodes(config)
     after = edges(nodes)
@@ -245,7 +242,7 @@ def describe(
         before = after[node.name]
         last = [name for name in before if not any(name in waits[other] for other in before)]
         rows.append((node.stage, node.name, node.pool, ", ".join(last) or "-"))
-    lines = draw_table(rows, max_columns, num_titles=2)
+    lines = draw_table(rows, num_titles=2)
 
     for title, stages in _independent(nodes, after).items():
         if stages:

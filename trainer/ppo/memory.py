@@ -158,14 +158,12 @@ def check_memory(config: PPOConfig, devices: Devices) -> None:
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
 
 
-def plan_text(
-    config: PPOConfig, max_columns: int | None = None, brief: bool = False, heading: str = "Memory"
-) -> str:
+def plan_text(config: PPOConfig, brief: bool = False, heading: str = "Memory") -> str:
     """Return the memory table of the printed plan, or the reason why it cannot be computed."""
     devices = devices_of(config.trainer)
     try:
         roles = role_memories(fit_passes(config, devices), devices.type, devices.bytes)
-        table = memory_table(roles, devices, max_columns, brief, heading)
+        table = memory_table(roles, devices, brief, heading)
         if config.trainer.backend == "ray":
             from trainer.ppo.object_store import describe_store
 

@@ -108,15 +108,13 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     return [count, *lines]
 
 
-def describe(
-    config: PPOConfig, trainer_cls: type, max_columns: int | None = None, brief: bool = False
-) -> list[str]:
+def describe(config: PPOConfig, trainer_cls: type, brief: bool = False) -> list[str]:
     """Describe batch sizes, memory, and the graph of a step with the overrides of the class."""
-    memory = plan_text(config, max_columns, brief=brief)
+    memory = plan_text(config, brief=brief)
     if brief:
         return [memory, batch_line(config), overlaps(config)]
-    graph = describe_calls(config, max_columns, overridden_stages(trainer_cls))
-    return [memory, batch_table(config, max_columns), graph]
+    graph = describe_calls(config, overridden_stages(trainer_cls))
+    return [memory, batch_table(config), graph]
 
 
 def check_models(config: PPOConfig) -> None:

@@ -101,10 +101,8 @@ BY_TOKENS = "by tokens"
 """The cell of the samples per pass if the tokens limit a pass."""
 
 
-def batch_table(
-    config: PPOConfig, max_columns: int | None = None, heading: str = "Batch sizes"
-) -> str:
-    """Return the table of prompts, samples and tokens per part, no wider than `max_columns`.
+def batch_table(config: PPOConfig, heading: str = "Batch sizes") -> str:
+    """Return the table of prompts, samples and tokens per part.
 
     Old log-probs are left out if no step computes them by a separate pass.
     """
@@ -140,4 +138,4 @@ def batch_table(
     samples_each = f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt"
     title = f"{samples_each}, each up to {width:,} tokens (prompt and response)"
     title = f"{heading} ({title})" if heading else title
-    return "\n".join([title, *draw_table(lines, max_columns, flush_right=True, zero=BY_TOKENS)])
+    return "\n".join([title, *draw_table(lines, flush_right=True, zero=BY_TOKENS)])

@@ -112,13 +112,11 @@ def longest_row(config: RowConfig) -> int:
     return min(LONGEST_ROW, limit or LONGEST_ROW)
 
 
-def plan_text(
-    config: RowConfig, max_columns: int | None = None, brief: bool = False, heading: str = "Memory"
-) -> str:
+def plan_text(config: RowConfig, brief: bool = False, heading: str = "Memory") -> str:
     """Return the memory table for this run's devices, or the reason why there is none."""
     devices = devices_of(config.trainer)
     try:
         roles = role_memories(resolve_config(config), devices.type)
     except (ConfigError, OSError, ValueError) as error:
         return f"{UNKNOWN}: {error}"
-    return memory_table(roles, devices, max_columns, brief, heading)
+    return memory_table(roles, devices, brief, heading)

@@ -144,11 +144,9 @@ def worker_code(config: Any) -> list[str]:
     return [*config.role_workers.values(), optim.optimizer, optim.lr_scheduler_type, loss]
 
 
-def describe(
-    config: RowConfig, trainer_cls: type, max_columns: int | None = None, brief: bool = False
-) -> list[str]:
+def describe(config: RowConfig, trainer_cls: type, brief: bool = False) -> list[str]:
     """Describe the sizes of a step, and its memory."""
-    return [plan_text(config, max_columns, brief), f"Step: {step_sizes(config)}"]
+    return [plan_text(config, brief), f"Step: {step_sizes(config)}"]
 
 
 def describe_inputs(config: Any, *inputs: Any) -> list[str]:

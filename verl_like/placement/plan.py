@@ -153,11 +153,10 @@ class Placement:
 
     def draw(
         self,
-        width: int | None = None,
         notes: Mapping[str, str] | None = None,
         folds: bool = True,
     ) -> str:
-        """Return the plan as a table, no wider than `width` columns, with `notes` after the roles.
+        """Return the plan as a table, with `notes` after the roles.
 
         A single node is not named. With `folds`, runs of similar nodes become one row if a pool has
         more than `NODES_ALONE`.
@@ -175,7 +174,7 @@ class Placement:
                 cpus = f"{times}{count * plan.cpus_per_process:g}"
                 rows.append((plan.name, node, devices, roles, f"{times}{count}", cpus))
         only_node = rows[1][1] if len({row[1] for row in rows}) == 2 else None
-        return "\n".join(draw_table(rows, width, zero=only_node))
+        return "\n".join(draw_table(rows, zero=only_node))
 
 
 def _runs(plan: PoolPlan, folds: bool) -> Iterator[tuple[int, int, int]]:

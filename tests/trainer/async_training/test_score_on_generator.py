@@ -131,7 +131,7 @@ def test_generators_have_the_roles_that_score() -> None:
     assert "Scores: each generator scores its samples with its own ref, critic_copy" in plan_lines(
         config
     )
-    text = "\n".join(AsyncTrainer.recipe.describe(config, AsyncTrainer, None, False))
+    text = "\n".join(AsyncTrainer.recipe.describe(config, AsyncTrainer, False))
     assert "critic_copy.compute_values" in text
 
 

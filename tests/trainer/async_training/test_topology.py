@@ -58,7 +58,6 @@ def test_the_table_shows_every_route() -> None:
         ["trainer", "1", "rank", "1", "trainer_pool", "-", "generator", "1"],
         ["trainer", "2", "rank", "2", "trainer_pool", "-", "-"],
     ]
-    assert max(map(len, Topology.of(2, 3).describe(40).splitlines())) <= 40
 
 
 @pytest.mark.parametrize("preset", ["m1t", "0m1t", "1m1", "2m-1t", ""])

@@ -105,10 +105,7 @@ def test_only_the_user_s_keys_without_effect_are_listed_with_the_reason() -> Non
     assert lines[0].startswith("critic.cliprange_value: this run has no critic")
 
 
-def test_generation_and_training_of_a_measured_run_are_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
+def test_generation_and_training_of_a_measured_run_are_compared(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", 3, samples=1)
     config = load_config([*REQUIRED, "async_training.generators=2"], ASYNC)
     settings = [*REQUIRED, "async_training.generators=2"]

@@ -52,7 +52,7 @@ def forked(folder: Path, *arguments: str, **environment: str) -> subprocess.Comp
     "arguments", [[], *([command, "--help"] for command in ("ppo", "check", "doctor"))]
 )
 def test_help_fits_a_screen(decoys: Path, arguments: list[str]) -> None:
-    done = verl_like(decoys, *arguments, COLUMNS="80")
+    done = verl_like(decoys, *arguments)
     assert done.returncode == 0
     assert len(done.stdout.splitlines()) <= 28
     assert max(map(len, done.stdout.splitlines())) <= 80

@@ -27,14 +27,6 @@ def test_a_plan_prints_as_a_table(plan: Placement) -> None:
     assert "actor, rollout" in lines[1]
 
 
-def test_a_plan_fits_a_narrow_terminal(plan: Placement) -> None:
-    narrow = plan.draw(40).splitlines()
-    assert narrow[0] == "main"
-    assert max(map(len, narrow)) <= 40
-    words = "node a; devices 2 CPU slots; roles actor, rollout; processes 2; CPUs 2"
-    assert " ".join(narrow[1:3]).split() == words.split()
-
-
 def test_equal_nodes_share_a_row_except_in_a_file() -> None:
     nodes = [NodeSpec(f"n{number}", devices=8, cpus=64.0) for number in range(100)]
     pools = {"main": [8] * 60 + [4] * 20, "rest": [8, 8]}

@@ -25,7 +25,7 @@ from trainer.tools.report.page import page_of
 from trainer.tools.report.read import STOPPED, RunData, phase_shares, read_run
 from verl_like.errors import ConfigError
 from verl_like.files import write_whole
-from verl_like.terminal import draw_table, fit
+from verl_like.terminal import draw_table, printable
 
 SEED = "trainer.seed"
 ABSENT = "-"
@@ -113,14 +113,14 @@ HIGHER_IS_BETTER = (
 """Metrics whose highest value is the best, unless they are in `LOWER_IS_BETTER`."""
 
 
-def comparison_text(runs: Sequence[ComparedRun], width: int | None) -> str:
-    """Return every table under its title, no wider than `width`."""
+def comparison_text(runs: Sequence[ComparedRun]) -> str:
+    """Return every table under its title."""
 
     def drawn(rows: Rows, num_titles: int = 1) -> list[str]:
-        return draw_table(rows, width, num_titles, flush_right=True) if rows else []
+        return draw_table(rows, num_titles, flush_right=True) if rows else []
 
     sections = {
-        "Runs": draw_table(overview(runs), width),
+        "Runs": draw_table(overview(runs)),
         "Settings that differ": drawn(differences(runs)) or [SAME],
         "Results": [*drawn(results(runs)), END],
         "Time per step": drawn(phases(runs)),
@@ -128,7 +128,7 @@ def comparison_text(runs: Sequence[ComparedRun], width: int | None) -> str:
     for names, rows in placements(runs):
         sections[f"Placement of {names}"] = drawn(rows, num_titles=len(rows[0]))
     blocks = ["\n".join([title, "-" * len(title), *ls]) for title, ls in sections.items() if ls]
-    return fit("\n\n".join(blocks), width)
+    return printable("\n\n".join(blocks))
 
 
 def overview(runs: Sequence[ComparedRun]) -> Rows:

@@ -12,7 +12,7 @@ from trainer.ppo.validate import name_metrics, sample_all
 from trainer.record import Metrics
 from trainer.rollouts.without_training import SAMPLING_RUN, SamplingOnlyTrainer
 from trainer.tools.evaluation.recipe import EvaluationConfig
-from verl_like.terminal import draw_table, terminal_width
+from verl_like.terminal import draw_table
 
 CORE_METRIC = re.compile(r"val-core/(?P<source>.+)/(?P<variable>[^/]+)/(?P<metric>\w+@\d+)(/mean)?")
 """Matches the metrics in the printed table, which leaves out standard deviations."""
@@ -37,7 +37,7 @@ class Evaluation(SamplingOnlyTrainer):
             samples = sample_all(self.prompts, self.rollouts)
         self.rollouts.write("validation", samples)
         metrics = name_metrics(samples)
-        print("\n".join(core_table(metrics, terminal_width()) + played(metrics)), flush=True)
+        print("\n".join(core_table(metrics) + played(metrics)), flush=True)
         return metrics
 
 
@@ -54,7 +54,7 @@ def played(metrics: Metrics) -> list[str]:
     return [f"trajectories: success {values['success']:.1%}, {turns}; ended: {ends}{tools}"]
 
 
-def core_table(metrics: Metrics, width: int | None = None) -> list[str]:
+def core_table(metrics: Metrics) -> list[str]:
     """Return a row per data source: mean, best and majority of its prompts' samples."""
     cells_of: dict[tuple[str, str], dict[str, float]] = {}
     for name, value in metrics.items():
@@ -65,4 +65,4 @@ def core_table(metrics: Metrics, width: int | None = None) -> list[str]:
     for (source, variable), values in cells_of.items():
         cells = [f"{values[metric]:.4g}" if metric in values else "-" for metric in columns]
         rows.append([source, variable, *cells])
-    return draw_table(rows, width, num_titles=2, flush_right=True)
+    return draw_table(rows, num_titles=2, flush_right=True)

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.config.settings import as_text as quoted_text
 from trainer.config.settings import parse
 from verl_like.errors import ConfigError
-from verl_like.terminal import fit
+from verl_like.terminal import printable
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Translation:
         words = [shell_word(word, self.variables) for word in self.overrides()]
         return " \\\n    ".join([f"verl-like {self.program}", *words])
 
-    def report(self, width: int | None) -> str:
+    def report(self) -> str:
         """Return a script for bash: the command, then the lists that are not empty, as comments.
 
         If the command needs an addition, the first line says so.
@@ -103,11 +103,11 @@ class Translation:
             "Notice": self.notices,
         }
         described = [
-            commented("\n".join([f"{title}:", *(f"  {line}" for line in lines)]), width)
+            commented("\n".join([f"{title}:", *(f"  {line}" for line in lines)]))
             for title, lines in paragraphs.items()
             if lines
         ]
-        missing = [commented(f"incomplete: {line}", width) for line in self.incomplete]
+        missing = [commented(f"incomplete: {line}") for line in self.incomplete]
         return "\n\n".join(["\n".join([*missing, self.command()]), *described])
 
     def _placed(self, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -119,10 +119,9 @@ class Translation:
         return placed
 
 
-def commented(text: str, width: int | None = None) -> str:
-    """Return the text as comments of bash, at most `width` wide unless it is None."""
-    lines = fit(text, width and width - len("# ")).splitlines()
-    return "\n".join(f"# {line}".rstrip() for line in lines)
+def commented(text: str) -> str:
+    """Return the text as comments of bash."""
+    return "\n".join(f"# {line}".rstrip() for line in printable(text).splitlines())
 
 
 def shell_word(word: str, variables: Collection[str]) -> str:

@@ -32,7 +32,7 @@ STAGES = (
 )
 
 
-def plan_text(job: Job, max_columns: int | None = None) -> str:
+def plan_text(job: Job) -> str:
     """Search the placements, and return the plan as text."""
     placements = job.best(job.num_gpus)
     if not placements:
@@ -74,8 +74,8 @@ def plan_text(job: Job, max_columns: int | None = None) -> str:
         f"{speed}\n"
         f"GPUs: {job.num_gpus:,} x {job.device.name}, {min(job.num_gpus, job.per_node)} per node\n"
         f"Step: {job.describe_rows}\n{_engine(job)}{PREDICTED} {_evidence(job)}",
-        "\n".join(_table(job, best, max_columns)),
-        memory_table(job.memories(config), gpus, max_columns, heading=f"Memory of {kind} 1"),
+        "\n".join(_table(job, best)),
+        memory_table(job.memories(config), gpus, heading=f"Memory of {kind} 1"),
         _listed(f"Slower than {kind} 1:", [*islice(slower, SHOWN)]),
         _listed(f"{kind.title()}s that a run rejects:", shown),
         f"Next: check a run with your settings and the keys of {kind} 1{files}:\n  {command}",
@@ -162,7 +162,7 @@ def _listed(title: str, lines: Sequence[str]) -> str:
     return "\n".join([title, *(f"  {line}" for line in lines)]) if lines else ""
 
 
-def _table(job: Job, best: Sequence[PlannedPlacement], max_columns: int | None) -> list[str]:
+def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[str]:
     """Return a table of the placements, or of the layouts if there is a single role."""
     stages = job.stages if len(job.stages) > 1 else ()
     titles: tuple[str, ...] = ("limited by", "placement on GPUs")
@@ -180,7 +180,7 @@ def _table(job: Job, best: Sequence[PlannedPlacement], max_columns: int | None) 
         seconds = (placement.step, *(placement.seconds if stages else ()))
         most = max(pool.bytes for pool in placement.pools)
         rows.append((str(number), *map(three_digits, seconds), gib(most), *cells[number - 1]))
-    return [*([STAGES] if stages else []), *draw_table(rows, max_columns), *footer]
+    return [*([STAGES] if stages else []), *draw_table(rows), *footer]
 
 
 def three_digits(number: float) -> str:

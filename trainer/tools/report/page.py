@@ -35,7 +35,7 @@ from trainer.tools.report.trajectories import (
 )
 from verl_like.files import write_whole
 from verl_like.masking import mask_text
-from verl_like.terminal import fit, terminal_width
+from verl_like.terminal import printable
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -64,9 +64,8 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
                 text = f"{failure}.\n" if is_signal else f"{STOPPED}Ctrl-C.\n"
             write_whole(note, mask_text(text).encode(errors="backslashreplace"), to_disk=False)
         data = read_run(folder)
-        width = terminal_width()
         for line in summary(data):
-            print(fit(line, width))
+            print(printable(line))
         print(f"report: {_write(data)}", flush=True)
     except OSError as err:  # for example a full disk
         logger.error("the report could not be written (%s). Try: verl-like report %s", err, folder)

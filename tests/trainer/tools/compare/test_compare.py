@@ -156,5 +156,5 @@ def test_a_few_aliases_are_read(tmp_path: Path) -> None:
 
 def test_a_placement_with_rows_of_unequal_length_is_shown(three_runs: list[Path]) -> None:
     (three_runs[0] / "placement.txt").write_text("pool  devices\n\nmine  a  b\n")
-    text = tables.comparison_text(read_runs(three_runs), 80)
+    text = tables.comparison_text(read_runs(three_runs))
     assert "mine  a        b" in text

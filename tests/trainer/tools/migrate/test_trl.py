@@ -136,7 +136,7 @@ def test_reward_models_and_unread_fields_are_translated() -> None:
     done = translated_whole("trl", dpo)
     config = composed(done)
     assert (config.loss, config.label_smoothing) == ("dpo", 0.0)
-    assert "--label_smoothing 0.2: TRL's loss_type=sigmoid does not read it" in done.report(None)
+    assert "--label_smoothing 0.2: TRL's loss_type=sigmoid does not read it" in done.report()
 
 
 @pytest.mark.parametrize("program", ["grpo", "sft", "reward", "dpo"])
@@ -243,7 +243,7 @@ def test_an_example_names_its_rows_and_rewards() -> None:
     assert config.actor_rollout_ref.model.target_modules == ["a", "b"]
     (line,) = done.incomplete
     assert "grpo_vlm.py makes its rows: write them into rows.parquet" in line
-    assert "rows.parquet" in done.report(None).splitlines()[0]
+    assert "rows.parquet" in done.report().splitlines()[0]
 
 
 def test_an_example_with_a_reward_in_its_code_is_the_file_of_the_reward() -> None:

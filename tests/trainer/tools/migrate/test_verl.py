@@ -112,13 +112,13 @@ def test_an_error_names_the_whole_program_after_a_launcher() -> None:
 def test_only_a_command_without_a_reward_is_called_incomplete() -> None:
     trl = "trl grpo --model_name_or_path m --dataset_name a/b"
     for system, line in (("trl", trl), ("openrlhf", "--pretrain x --prompt_data y")):
-        first = translated_whole(system, line).report(None).splitlines()[0]
+        first = translated_whole(system, line).report().splitlines()[0]
         assert first.startswith("# incomplete: the command names no reward")
     for system, line in (
         ("trl", f"{trl} --reward_model_name_or_path r"),
         ("verl", "main_ppo data.train_files=x actor_rollout_ref.model.path=y"),
     ):
-        assert translated_whole(system, line).report(None).startswith("verl-like ppo")
+        assert translated_whole(system, line).report().startswith("verl-like ppo")
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def check_pasted(done: Translation) -> None:
 
 def pasted(done: Translation, environment: Mapping[str, str]) -> list[str]:
     """Return the words that `verl-like` gets from the script that `migrate` prints."""
-    script = done.report(60)
+    script = done.report()
     subprocess.run(["bash", "-n", "-c", script], check=True)
     recorder = "verl-like() { printf '%s\\0' \"$@\"; }"
     with tempfile.TemporaryDirectory() as folder:

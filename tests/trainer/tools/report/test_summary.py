@@ -110,9 +110,8 @@ def test_a_run_that_cannot_learn_causes_a_warning(
 
 
 def test_the_summary_is_printed_at_the_end_and_shown_in_the_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     run_of(tmp_path, *[STEP | {"actor/grad_norm": 0.0}] * 6)
     close_run(tmp_path, None)
     lines = capsys.readouterr().out.splitlines()
