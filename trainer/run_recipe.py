@@ -52,7 +52,7 @@ class RunRecipe:
     resolve: Callable[[Any], Any] = lambda config: config
     worker_code: Callable[[Any], list[str]] = lambda config: list(config.role_workers.values())
     check_columns: Callable[[Any], None] = lambda config: None
-    describe: Callable[[Any, type, int | None, bool], list[str]] = lambda *_: []
+    describe: Callable[[Any, type, bool], list[str]] = lambda *_: []
     describe_inputs: Callable[..., list[str]] = lambda config, *inputs: []
     headline: Callable[[Mapping[str, float]], Sequence[str]] = lambda metrics: ()
     sample_metrics: Callable[..., dict[str, float]] | None = None

@@ -66,15 +66,15 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.calls.dispatch import register_dispatch_mode as register_dispatch_mode
     from verl_like.calls.dispatch import update_dispatch_mode as update_dispatch_mode
     from verl_like.calls.group import WorkerGroup as WorkerGroup
-    from verl_like.calls.verl_surface import scatter_lists as scatter_lists
     from verl_like.placement.roles import Role as Role
-    from verl_like.process.worker import (
-        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
-    )
     from verl_like.tensor_ops import get_group_balanced_partitions as get_group_balanced_partitions
     from verl_like.tensor_ops import get_reverse_idx as get_reverse_idx
     from verl_like.tensor_ops import (
         get_seqlen_balanced_partitions as get_seqlen_balanced_partitions,
+    )
+    from verl_like.verl.groups import scatter_lists as scatter_lists
+    from verl_like.verl.workers import (
+        create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,
     )
 if TYPE_CHECKING:  # for the command verl-like
     from trainer.cli.main import main as main

@@ -36,13 +36,6 @@ class Scaler(Worker):
         return x * self.factor
 
 
-class Inner(Worker):
-    """Created by a worker during a call, with its own mesh."""
-
-    def __init__(self):
-        self._register_dispatch_collect_info("train", dp_rank=self.rank, is_collect=True)
-
-
 ROLES = {"adder": ClassWithInitArgs(Adder), "scaler": ClassWithInitArgs(Scaler, 10)}
 NUMBERED = make_nd_compute_dataproto_dispatch_fn(mesh_name="all")
 
@@ -54,7 +47,7 @@ class Hybrid(create_colocated_worker_raw_cls(ROLES)):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self):
-        self.set_dispatch_collect(mesh_name="all", **Inner().get_dispatch_collect())
+        self._register_dispatch_collect_info("all", self.rank, True)
 
     def getenv(self, key):
         return os.environ.get(key)

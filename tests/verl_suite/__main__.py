@@ -27,7 +27,6 @@ FILES = (
     "single_controller/test_colocated_workers_fused.py",
     "single_controller/test_decorator_on_cpu.py",
     "single_controller/test_fused_workers_on_cpu.py",
-    "single_controller/test_get_set_dispatch_collect_cpu.py",
     "single_controller/test_ray_local_envs_on_cpu.py",
     "test_protocol_on_cpu.py",
     "utils/test_seqlen_balancing.py",

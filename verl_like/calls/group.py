@@ -35,10 +35,10 @@ from verl_like.calls.dispatch import (
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.result import CallResult, collect_metrics, form_of
 from verl_like.calls.transport import Transport
-from verl_like.calls.verl_surface import VerlGroup
 from verl_like.calls.wire import BOTH, METRICS, SHARED_BYTES, Call, Header, Packer
 from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
 from verl_like.process.info import ProcessInfo
+from verl_like.verl.groups import VerlGroup
 
 
 class ClassWithInitArgs:

@@ -14,22 +14,20 @@ inside a worker process (a Ray actor, a child process, or the caller's own threa
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, Store, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from verl_like.calls.dispatch import Dispatch, Execute, register
-from verl_like.calls.group import ClassWithInitArgs
-from verl_like.calls.verl_surface import VerlWorker
-from verl_like.errors import PlacementError, WorkerError
+from verl_like.errors import WorkerError
 from verl_like.process.info import ProcessInfo
 from verl_like.process.random_state import load_random_state, save_random_state
 from verl_like.process.store import SignedStore
@@ -81,7 +79,7 @@ def device_of(process_info: ProcessInfo) -> torch.device:
     return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else process_info.local_rank)
 
 
-class Worker(VerlWorker):
+class Worker:
     """Base class of roles: an instance is one role in one process.
 
         class Critic(Worker):
@@ -282,43 +280,3 @@ class Worker(VerlWorker):
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `func(*args, **kwargs)` only on rank 0, and return its result."""
         return func(*args, **kwargs)
-
-
-class ColocatedWorker(Worker):
-    """A worker that has the other roles of its process as attributes."""
-
-    _colocated_classes: ClassVar[dict[str, ClassWithInitArgs]] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the worker of another role."""
-        if name in type(self)._colocated_classes and (worker := self.sibling(name)):
-            return worker
-        raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
-
-
-def create_colocated_worker_raw_cls(
-    class_dict: Mapping[str, ClassWithInitArgs],
-) -> type[ColocatedWorker]:
-    """Return a base class with which your worker can call the other roles of its process.
-
-    For example, with a method that calls both roles:
-
-        class Hybrid(create_colocated_worker_raw_cls({"actor": actor, "critic": critic})):
-            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-            def both(self, x):
-                return self.critic.sub(self.actor.add(x))
-
-        group = RayWorkerGroup(pool, RayClassWithInitArgs(Hybrid))
-        group.both(1)
-        group.fuse(["actor", "critic"])    # group.actor.add(1), as well as group.actor_add(1)
-    """
-    if not class_dict:
-        raise PlacementError("create_colocated_worker_raw_cls needs at least one role.")
-    for role in class_dict:
-        if hasattr(ColocatedWorker, role):
-            raise PlacementError(
-                f"role '{role}' would be shadowed by an attribute that every worker has. Rename "
-                "the role."
-            )
-    name = "_".join(["Colocated", *class_dict])
-    return type(name, (ColocatedWorker,), {"_colocated_classes": dict(class_dict)})

@@ -45,7 +45,7 @@ class Reporter(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def neighbors(self) -> list[str]:
-        return sorted(self.fused_worker_dict)
+        return sorted(self._siblings)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sum_of_ranks(self) -> float:

@@ -234,7 +234,7 @@ def _finished(done: Translation, system: System) -> Translation:
         config = composed(done)
     except ConfigError as error:
         raise ConfigError(
-            f"the translated command is incomplete or invalid: {error}\n\n{done.report(None)}"
+            f"the translated command is incomplete or invalid: {error}\n\n{done.report()}"
         ) from error
     samples, scored = done.program in ("ppo", "async"), SCORED & done.settings.keys()
     if samples and not scored and not system.has_rules:

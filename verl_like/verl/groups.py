@@ -1,13 +1,10 @@
-"""Methods for drivers and workers that were written for verl.
+"""Calls for drivers that were written for verl.
 
-`VerlGroup` calls methods by their name, `VerlWorker` has the methods that verl's workers call on
-themselves, and `scatter_lists` treats lists as verl does.
+`VerlGroup` calls methods by their name, and `scatter_lists` treats lists as verl does.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,10 +19,8 @@ from verl_like.calls.dispatch import (
     collect_list,
     dispatch_all_to_all,
     dispatch_dp_compute,
-    register,
 )
 from verl_like.errors import DispatchError, nearest
-from verl_like.process.machine import address_toward
 
 if TYPE_CHECKING:
     from verl_like.calls.future import WorkerFuture
@@ -112,97 +107,3 @@ class VerlGroup:
                     "role."
                 )
             setattr(self, role, group)
-
-
-class VerlWorker:
-    """A worker's methods for workers that are written for verl."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def role(self) -> str: ...  # noqa: D102
-
-        @property
-        def rank(self) -> int: ...  # noqa: D102
-
-    _process_info: Any
-    _siblings: dict[str, Any]
-    _mesh_positions: dict[str, tuple[int, bool]]
-    _register_dispatch_collect_info: Callable[[str, int, bool], None]
-
-    @property
-    def fused_worker_dict(self) -> dict[str, Any]:
-        """The workers of this process, by role."""
-        return self._siblings
-
-    def get_available_master_addr_port(self) -> tuple[str, int]:
-        """Return this node's address and a port that is free now.
-
-        Another process may take the port before you use it: prefer a TCPStore, which binds it.
-        """
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = int(probe.getsockname()[1])
-        if self._process_info.master is None:
-            return "127.0.0.1", port
-        return address_toward(self._process_info.master[0]), port
-
-    def get_cuda_visible_devices(self) -> str:
-        """Return `CUDA_VISIBLE_DEVICES` of this process, or "not set"."""
-        return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-
-    def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """Return this rank's place on every mesh that it registered, for `set_dispatch_collect`."""
-        places = self._mesh_positions.items()
-        return {
-            "dispatch_dp_rank": {mesh: dp_rank for mesh, (dp_rank, _) in places},
-            "collect_dp_rank": {mesh: is_collect for mesh, (_, is_collect) in places},
-        }
-
-    def set_dispatch_collect(
-        self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
-    ) -> None:
-        """Register a mesh with the places of another worker's mesh.
-
-        The arguments come from that worker's `get_dispatch_collect`.
-        """
-        if mesh_name in self._mesh_positions:
-            raise DispatchError(
-                f"{self.role} rank {self.rank} has already registered mesh '{mesh_name}'. "
-                f"Registered: {', '.join(self._mesh_positions)}. Use another name."
-            )
-        places = {(dp, collect_dp_rank[mesh]) for mesh, dp in dispatch_dp_rank.items()}
-        if len(places) != 1:
-            raise DispatchError(
-                f"set_dispatch_collect: mesh '{mesh_name}' of {self.role} rank {self.rank} takes "
-                "its place from the other worker, whose meshes must all have the same dispatch "
-                f"rank and collect flag, but they have {len(places)} different places: "
-                f"{dispatch_dp_rank}, {collect_dp_rank}. Call "
-                "_register_dispatch_collect_info(mesh_name, dp_rank, is_collect) instead."
-            )
-        self._register_dispatch_collect_info(mesh_name, *places.pop())
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def _query_dispatch_info(self, mesh_name: str) -> int:
-        return self._place_on(mesh_name)[0]
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def _query_collect_info(self, mesh_name: str) -> bool:
-        """Return whether this rank's result is collected on a mesh."""
-        return self._place_on(mesh_name)[1]
-
-    def _place_on(self, mesh_name: str) -> tuple[int, bool]:
-        if mesh_name not in self._mesh_positions:
-            raise DispatchError(
-                f"{self.role} rank {self.rank} has not registered mesh '{mesh_name}'."
-                f"{nearest(mesh_name, self._mesh_positions)} Registered: "
-                f"{', '.join(self._mesh_positions) or 'none'}."
-            )
-        return self._mesh_positions[mesh_name]
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
-    def execute_with_func_generator(
-        self, func: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run `func(worker, *slices)` on every rank."""
-        return func(self, *args, **kwargs)

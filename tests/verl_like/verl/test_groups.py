@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +19,8 @@ from verl_like import (
     create_colocated_worker_raw_cls,
 )
 from verl_like.calls.group import ClassWithInitArgs
-from verl_like.calls.verl_surface import scatter_lists
 from verl_like.errors import DispatchError, PlacementError
-from verl_like.process.info import ProcessInfo
-from verl_like.process.worker import construction
+from verl_like.verl.groups import scatter_lists
 
 BACKENDS = [("inline", 1), ("child", 2), pytest.param(("ray", 2), marks=pytest.mark.ray)]
 
@@ -93,26 +90,6 @@ def test_the_environment_has_the_ranks_of_a_worker(group) -> None:
         assert group.execute_all_sync("getenv", key="MINE") == ["7"] * size
 
 
-def test_a_free_port_is_on_the_machine_of_the_rank(group) -> None:
-    for address, port in group.execute_all_sync("get_available_master_addr_port"):
-        with socket.socket() as taken:
-            taken.bind((address, port))
-
-
-def test_a_rank_returns_its_own_address_not_that_of_rank_zero() -> None:
-    facts = ProcessInfo(rank=1, world_size=2, master=("127.9.9.9", 29500))
-    with construction(facts, {}):
-        address, _ = Worker().get_available_master_addr_port()
-    assert address.startswith("127.")
-    assert address != "127.9.9.9"
-
-
-def test_a_worker_can_adopt_the_mesh_of_an_inner_worker(group) -> None:
-    ranks = list(range(group.world_size))
-    assert group._query_dispatch_info("all") == ranks
-    assert group._query_collect_info("all") == [True for _ in ranks]
-
-
 def test_a_tensordict_is_rejected_with_its_conversion(group) -> None:
     data = sample().exclude("ids")
     with pytest.raises(DispatchError, match=r"got TensorDict. Convert.*DataProto.from_tensordict"):
@@ -136,21 +113,6 @@ def test_lists_are_scattered_after_scatter_lists(group, monkeypatch) -> None:
     ]
     longer = [0] * (group.world_size + 1)
     assert group.execute_all_sync("adder_plain", longer) == [(rank, longer, 0) for rank in ranks]
-
-
-def test_meshes_that_cannot_be_adopted_are_rejected() -> None:
-    worker, other = Worker(), Worker()
-    other._register_dispatch_collect_info("one", 0, True)
-    worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
-    with pytest.raises(DispatchError, match=r"has already registered mesh 'mine'"):
-        worker.set_dispatch_collect("mine", **other.get_dispatch_collect())
-    other._register_dispatch_collect_info("two", 1, True)
-    with pytest.raises(
-        DispatchError, match="same dispatch rank and collect flag, but they have 2 different places"
-    ):
-        worker.set_dispatch_collect("both", **other.get_dispatch_collect())
-    with pytest.raises(DispatchError, match=r"has not registered mesh 'mein'. Did you mean 'mine'"):
-        worker._query_dispatch_info("mein")
 
 
 def test_role_names_that_shadow_attributes_are_rejected() -> None:

@@ -1,0 +1,1 @@
+"""Classes and functions that exist only for code that was written for verl."""
