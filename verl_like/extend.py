@@ -66,12 +66,12 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rollout.sampling import sample_seed as sample_seed
     from workers.rollout.vllm.worker import WorkerExtension as WorkerExtension
     from workers.training.checkpoint import CheckpointMixin as CheckpointMixin
-    from workers.training.engine import ScoreTrainEngine as ScoreTrainEngine
     from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget
     from workers.training.microbatch import MiniBatch as MiniBatch
     from workers.training.optim import OPTIMIZERS as OPTIMIZERS
     from workers.training.optim import OptimStepSettings as OptimStepSettings
     from workers.training.role_model import RoleModelSpec as RoleModelSpec
+    from workers.training.row_scores import ScoreTrainEngine as ScoreTrainEngine
     from workers.training.schedules import LR_SCHEDULES as LR_SCHEDULES
     from workers.training.schedules import lr_factor as lr_factor
     from workers.weights.module_writer import ModuleWriter as ModuleWriter

@@ -77,6 +77,8 @@ def _loaded(name: str, note: str = "") -> Column:
     return Column(name, "[rows]", "object", note, is_loaded=True)
 
 
+ROUTED = "routed_experts"
+"""Column of the experts that the rollout's routers chose for every token."""
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
@@ -91,7 +93,7 @@ COLUMNS: dict[str, Column] = {
             "rollout_truncated_log_probs", "[rows, R]", "float32", " (if truncated_log_probs)"
         ),
         _generated(
-            "routed_experts",
+            ROUTED,
             "[rows, T, layers, choices]",
             "uint8",
             " (with actor.router_replay.mode=R3; int16 above 256 experts)",

@@ -223,6 +223,10 @@ class ActorConfig(ShardedConfig):
     """What the actor saves in a checkpoint."""
 
 
+ROUTING_KEY = "actor_rollout_ref.actor.router_replay.mode=R3"
+"""The setting of `replays_routing`, for messages."""
+
+
 def replays_routing(policy: Any) -> bool:
     """True if there is an actor whose tokens go to the experts that the rollout chose."""
     actor = getattr(policy, "actor", None)

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl_like.errors import ConfigError
-from workers.models.routing import ROUTERS
 from workers.models.support import Support
+from workers.parallel.experts import ROUTERS
 
 LARGEST = 127
 """Numbers range from -LARGEST to LARGEST."""

@@ -25,15 +25,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from verl_like.errors import BatchError, ConfigError
+from workers.columns import ROUTED
+from workers.config.policy import ROUTING_KEY
 from workers.models.causal_lm import replaced_forward
 from workers.models.support import Support
-from workers.parallel.experts import experts_of
-
-COLUMN = "routed_experts"
-"""Batch column [rows, T, layers, choices]: the choices of the rollout's routers for every token."""
-KEY = "actor_rollout_ref.actor.router_replay.mode=R3"
-ROUTERS = ("gate", "router")
-"""Attribute names of the router in transformers' classes for blocks of experts."""
+from workers.parallel.experts import ROUTERS, experts_of
 
 
 class RecordedChoices:
@@ -61,14 +57,16 @@ class Routers:
             routers = [getattr(block, name) for name in ROUTERS if hasattr(block, name)]
             if len(routers) != 1 or not all(hasattr(routers[0], n) for n in ("weight", "top_k")):
                 raise ConfigError(
-                    f"{KEY}: {type(block).__name__} does not have exactly one router with `weight` "
-                    "and `top_k`, so its choices cannot be replayed. Remove this setting."
+                    f"{ROUTING_KEY}: {type(block).__name__} does not have exactly one router "
+                    "with `weight` and `top_k`, so its choices cannot be replayed. Remove this "
+                    "setting."
                 )
             self.experts.append(experts)
             self.routers.append(routers[0])
         if not self.routers:
             raise ConfigError(
-                f"{KEY}: {type(module).__name__} has no routed experts. Remove this setting."
+                f"{ROUTING_KEY}: {type(module).__name__} has no routed experts. Remove this "
+                "setting."
             )
         self.num_experts = len(self.routers[0].weight)
         self.shape = len(self.routers), int(self.routers[0].top_k)
@@ -118,13 +116,13 @@ class Routers:
         """Reject choices [tokens, layers, choices] of another model's layers or experts."""
         if chosen.shape[1:] != self.shape:
             raise BatchError(
-                f"column {COLUMN!r} has [layers, choices] of {list(chosen.shape[1:])} "
+                f"column {ROUTED!r} has [layers, choices] of {list(chosen.shape[1:])} "
                 f"per token, but the model's routers choose {list(self.shape)}: it was "
                 "recorded with a different model."
             )
         if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < self.num_experts:
             raise BatchError(
-                f"column {COLUMN!r} names experts {int(chosen.min())} to {int(chosen.max())}, and "
+                f"column {ROUTED!r} names experts {int(chosen.min())} to {int(chosen.max())}, and "
                 f"a layer of the model has {self.num_experts}: it was recorded "
                 "with a different model."
             )
@@ -173,6 +171,6 @@ def check_routers(module: Any) -> None:
     config = module.config
     if reason := Support.of(config).why_not("replay"):
         raise ConfigError(
-            f"{KEY}: the experts that a model of type {config.model_type!r} chooses cannot be "
-            f"replayed: {reason}. Remove this setting."
+            f"{ROUTING_KEY}: the experts that a model of type {config.model_type!r} chooses cannot "
+            f"be replayed: {reason}. Remove this setting."
         )

@@ -29,6 +29,8 @@ from verl_like.errors import ConfigError
 from workers.parallel.communicate import exchange
 from workers.parallel.placements import local_part
 
+ROUTERS = ("gate", "router")
+"""Attribute names of the router in transformers' classes for blocks of experts."""
 NUM_ARGUMENTS = 3
 """Arguments of the experts' forward pass: hidden states, chosen experts, their weights."""
 

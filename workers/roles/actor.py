@@ -6,10 +6,9 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import CallMetrics, CallResult
 from verl_like.errors import BatchError
-from workers.columns import SEQUENCES, batch_columns
+from workers.columns import ROUTED, SEQUENCES, batch_columns
 from workers.config import FSDPConfig, RolloutConfig, WorkersConfig, replays_routing, shuffle_seed
 from workers.models.precision import rollout_dtype
-from workers.models.routing import COLUMN as ROUTED
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build import takes_adapter

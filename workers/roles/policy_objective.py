@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from verl_like.batch.protocol import DataProto
-from workers.columns import sampled_log_probs_column
+from workers.columns import ROUTED, sampled_log_probs_column
 from workers.config import ActorConfig, WorkersConfig, replays_routing
 from workers.config.conditions import policy_loss_of
 from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
@@ -23,7 +23,6 @@ from workers.losses.correction import RolloutCorrection
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import PolicyLoss, get_policy_loss, traits_of
-from workers.models.routing import COLUMN as ROUTED
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch

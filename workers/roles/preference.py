@@ -26,8 +26,9 @@ from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
-from workers.training.readings import SIDES, Pairs, Reading
+from workers.training.readings import Reading
 from workers.training.role_model import RoleModelSpec
+from workers.training.row_scores import SIDES, Pairs
 
 
 def reading_of(config: PreferenceWorkerConfig) -> Reading:

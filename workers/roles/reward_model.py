@@ -15,9 +15,9 @@ from workers.columns import SEQUENCES, batch_columns, format_like
 from workers.config import ModelConfig, RewardConfig, WorkersConfig, model_rewards
 from workers.models.tokenizers import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
-from workers.training.engine import ScoreTrainEngine
 from workers.training.microbatch import MicroBatchBudget, budget_of_actor
 from workers.training.role_model import RoleModelSpec
+from workers.training.row_scores import ScoreTrainEngine
 
 
 class RewardModelWorker(ModelWorker):

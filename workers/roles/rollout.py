@@ -40,7 +40,7 @@ from workers.config import WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos
 from workers.models.state import named_state
 from workers.models.tokenizers import set_template_variables
-from workers.rollout.base import RolloutEngine, SamplingParams
+from workers.rollout.base import RolloutEngine, SamplingParams, in_step
 from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.build import (
     build_engine,
@@ -52,7 +52,6 @@ from workers.rollout.build import (
 )
 from workers.rollout.sample import Sample, sample_seed
 from workers.rollout.sampling import EXTRA_SAMPLING, STOPS, sampling_params
-from workers.rollout.vllm.lockstep import in_step
 from workers.weights.channel import SyncReport
 from workers.weights.host_copy import HostCopy
 from workers.weights.receiver import WeightReceiver

@@ -24,8 +24,9 @@ from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
-from workers.training.readings import Pairs, Reading, RowScores
+from workers.training.readings import Reading
 from workers.training.role_model import RoleModelSpec
+from workers.training.row_scores import Pairs, RowScores
 from workers.training.update import update
 
 

@@ -6,6 +6,7 @@ The engines are in `workers.rollout.hf`, `workers.rollout.native.engine` and
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import time
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -482,3 +483,20 @@ def _check_ids(part: str, ids: Sequence[int], name: str, vocab_size: int) -> Non
             f"vocabulary of {vocab_size} tokens. Check that the tokenizer matches "
             "actor_rollout_ref.model.path."
         )
+
+
+def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a role's method that generates, so that only an engine's first rank runs it.
+
+    The engine's other ranks follow, and return None. An engine's only rank is its first.
+    """
+
+    @functools.wraps(method)
+    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        if worker.engine.is_follower:
+            worker.engine.follow()
+            return None
+        with worker.engine.leading():
+            return method(worker, *args, **kwargs)
+
+    return call

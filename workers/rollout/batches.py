@@ -20,8 +20,7 @@ from torch import Tensor
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import Column, RaggedTensor
 from verl_like.errors import BatchError, RolloutError
-from workers.columns import IMAGES, read_columns, require, token_counts
-from workers.models.routing import COLUMN as ROUTED
+from workers.columns import IMAGES, ROUTED, read_columns, require, token_counts
 from workers.rollout.sample import Sample
 
 REQUEST = "request"

@@ -18,12 +18,11 @@ import torch
 from verl_like.errors import ConfigError, RolloutError
 from verl_like.signatures import CallSignature, check_call, check_methods
 from workers.config import has_environment
-from workers.config.policy import replays_routing
+from workers.config.policy import ROUTING_KEY, replays_routing
 from workers.config.rollout import AUTO, FP8, ROLLOUT_ENGINES
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.quantize import check_device
-from workers.models.routing import KEY as ROUTING_KEY
 from workers.models.state import set_buffer_dtype
 from workers.rollout.base import EngineLimits, RolloutEngine
 

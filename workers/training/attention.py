@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,7 +34,9 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from workers.models.attention import has_sinks, override_attention, soft_cap
 from workers.parallel.offload import to_device
-from workers.parallel.sequence import SequenceRanks
+
+if TYPE_CHECKING:
+    from workers.parallel.sequence import SequenceRanks
 
 PACKED = "row_layout_sdpa"
 """Name of `packed_attention` in the attention interface of transformers."""

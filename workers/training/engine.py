@@ -27,10 +27,9 @@ from torch import Tensor
 
 from verl_like.batch.ragged import rectangle_of
 from verl_like.errors import ConfigError
-from workers.columns import IMAGES
+from workers.columns import IMAGES, ROUTED
 from workers.models.causal_lm import set_training_mode
 from workers.models.precision import computing_in
-from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.fsdp import add_up_gradients
 from workers.parallel.offload import to_device
 from workers.training.build import build_model
@@ -63,7 +62,7 @@ from workers.training.optim import (
 )
 from workers.training.out_of_memory import run_to_the_end
 from workers.training.packing import Work, check_rows
-from workers.training.readings import INPUTS, TOKENS, Reading, RowScores
+from workers.training.readings import INPUTS, TOKENS, Reading
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -342,31 +341,3 @@ class TrainEngine(Model):
             images = list(data.non_tensor_batch[IMAGES][: len(rows)])
             rows.columns[IMAGES] = self.image_input.of_rows(rows.columns, images, rows.names)
         return rows
-
-
-class ScoreTrainEngine(TrainEngine):
-    """A training engine that gives one score per row, for example for a reward model.
-
-    Example:
-
-        engine = ScoreTrainEngine(RoleModelSpec("model.path", model_config, head="score"))
-        engine.build(worker)                                        # frozen: no optim_config
-        scores = engine.score_rows(data, MicroBatchBudget(rows=8))  # [rows]
-    """
-
-    def __init__(
-        self, model: RoleModelSpec, *, score_at: str | None = None, **settings: Any
-    ) -> None:
-        """Store the options; `build` loads the model.
-
-        Args:
-            model: the role's model, its sharding and its head.
-            score_at: the position of the score; None takes `score_at` of the model's config.json.
-            settings: keyword arguments of `workers.training.engine.TrainEngine`.
-        """
-        super().__init__(model, reading=RowScores(score_at), **settings)
-
-    def score_rows(self, data: DataProto, budget: MicroBatchBudget) -> torch.Tensor:
-        """Return scores [rows]; zero for a row without tokens."""
-        scores: torch.Tensor = self.forward_rows(data, budget)["scores"]
-        return scores

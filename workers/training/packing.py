@@ -18,21 +18,22 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
-from workers.columns import IMAGES
+from workers.columns import IMAGES, ROUTED
 from workers.models.causal_lm import ScalarHeadModel, body_of
-from workers.models.routing import COLUMN as ROUTED
 from workers.parallel.offload import to_device
-from workers.parallel.sequence import SequenceRanks, Split
 from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns, Cuts, MicroBatchBudget, RowColumns
 from workers.training.prefixes import COST_OF_COPY, PrefixOrder, prefix_order, share_prefixes
+
+if TYPE_CHECKING:
+    from workers.parallel.sequence import SequenceRanks, Split
 
 Kind = Literal["packed", "padded"]
 SPLITS = (

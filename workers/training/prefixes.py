@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
-from workers.columns import IMAGES
-from workers.models.routing import COLUMN as ROUTED
+from workers.columns import IMAGES, ROUTED
 from workers.training.attention import RowLayout
 
 COST_OF_COPY = 0.25

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from verl_like.errors import ConfigError, nearest_divisors
 from workers.models.folder import factor_border
 from workers.models.support import Support
-from workers.parallel.sequence import SequenceRanks
 from workers.training.attention import takes_layout
 from workers.training.packing import Kind, RowPasses
 
@@ -45,6 +44,8 @@ def choose_layout(
     ranks = None
     if group is not None:
         check_split(support, group.size(), reason)
+        from workers.parallel.sequence import SequenceRanks
+
         ranks = SequenceRanks(group, support.config.get_text_config().num_attention_heads)
     if reason not in ("", PADDED_BY_USER):
         logger.warning(

@@ -12,7 +12,6 @@ from torch import Tensor
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget, MiniBatch, all_reduce
 from workers.training.out_of_memory import can_repeat
-from workers.training.parts.load_balancing import LoadBalancing
 
 if TYPE_CHECKING:
     from workers.training.engine import TrainEngine
@@ -28,7 +27,7 @@ def forward_backward_with_retry(
     Repeating the mini-batch computes the same gradients, as sums over more passes. The engine
     remembers which smaller budget fitted.
     """
-    is_balanced = loss.is_balanced and engine.part(LoadBalancing) is not None
+    is_balanced = loss.is_balanced and engine.settings.router_aux_loss_coef > 0
     may_repeat = not is_balanced and can_repeat(engine, engine.has_gradients)
     while True:
         fitting = fitting_budget(engine, batch, budget)

@@ -29,7 +29,8 @@ from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
 from workers.training.packing import RowPasses
-from workers.training.readings import Reading, RowScores
+from workers.training.readings import Reading
+from workers.training.row_scores import RowScores
 
 PROMPT, WIDTH = 16, 160
 SHORTENS = CHATML.replace(

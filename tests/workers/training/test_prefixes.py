@@ -11,7 +11,7 @@ from tests.workers.samples import PROMPT, RESPONSE, make_batch, started, tiny_co
 from tests.workers.training.test_row_layout import saved_model
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
-from workers.models.routing import COLUMN as ROUTED
+from workers.columns import ROUTED
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.mfu import needed_flops

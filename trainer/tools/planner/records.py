@@ -31,12 +31,13 @@ from workers.models.precision import name_of, precision_of
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import sample_tokens
-from workers.training.engine import ScoreTrainEngine, TrainEngine
+from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
 from workers.training.packing import RowPasses
 from workers.training.role_model import RoleModelSpec
+from workers.training.row_scores import ScoreTrainEngine
 
 TOKENS = 4096
 """Tokens of the smaller recorded pass; the larger one has twice as many."""

@@ -114,20 +114,3 @@ def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
         return method(vllm, *args)
 
     return call
-
-
-def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a role's method that generates, so that only an engine's first rank runs it.
-
-    The engine's other ranks follow, and return None. An engine's only rank is its first.
-    """
-
-    @functools.wraps(method)
-    def call(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        if worker.engine.is_follower:
-            worker.engine.follow()
-            return None
-        with worker.engine.leading():
-            return method(worker, *args, **kwargs)
-
-    return call

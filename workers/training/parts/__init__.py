@@ -15,12 +15,13 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import ConfigError
+from verl_like.registry import load_object
 from workers.models.support import Support
 from workers.training.model import Model, ModelPart
-from workers.training.parts.layers import NF4, ExpertSpread, Int8, Lora, MatrixSplit, RouterReplay
 from workers.training.row_layout import PADDED_BY_USER, check_split
 
 if TYPE_CHECKING:
@@ -28,36 +29,33 @@ if TYPE_CHECKING:
     from workers.parallel.dims import ParallelDims
 
 
+PARTS: Mapping[str, Callable[[Model], bool]] = {
+    "layers.NF4": lambda model: model.settings.quantization == "nf4",
+    "layers.Int8": lambda model: model.settings.quantization == "int8",
+    "layers.Lora": lambda model: model.settings.trains and model.model_config.lora_rank > 0,
+    "pipeline.StagePlan": lambda model: model.dims.pp > 1,  # from whole weights
+    "layers.MatrixSplit": lambda model: model.dims.tp > 1,
+    "layers.ExpertSpread": lambda model: model.dims.ep > 1,
+    "layers.RouterReplay": lambda model: model.settings.replays_routing,  # of all stages
+    "compile.Compile": lambda model: compiles(model),
+    "pipeline.StageSelection": lambda model: model.dims.pp > 1,
+    "load_balancing.LoadBalancing": lambda model: model.settings.router_aux_loss_coef > 0,
+}
+"""Class in this folder -> whether a model has the part, in the order of their changes."""
+
+
 def parts_of(model: Model) -> list[ModelPart]:
     """Return the parts of a model, in the order in which they change its empty module."""
-    config, dims, settings = model.model_config, model.dims, model.settings
-    parts: list[ModelPart] = []
-    if settings.quantization:
-        parts.append(NF4() if settings.quantization == "nf4" else Int8())
-    if settings.trains and config.lora_rank > 0:
-        parts.append(Lora())
-    if dims.pp > 1:
-        from workers.training.parts.pipeline import StagePlan, StageSelection
+    paths = [f"{__name__}.{name}" for name, is_part in PARTS.items() if is_part(model)]
+    return [load_object(path, "part")() for path in paths]
 
-        parts.append(StagePlan())  # from whole weights
-    if dims.tp > 1:
-        parts.append(MatrixSplit())
-    if dims.ep > 1:
-        parts.append(ExpertSpread())
-    if settings.replays_routing:
-        parts.append(RouterReplay())  # needs the layers of all stages
-    compiles = model.device.type == "cuda" and settings.quantization != "nf4"
-    if config.compile == "on" or (config.compile == "auto" and compiles):
-        from workers.training.parts.compile import Compile
 
-        parts.append(Compile())
-    if dims.pp > 1:
-        parts.append(StageSelection())
-    if settings.router_aux_loss_coef:
-        from workers.training.parts.load_balancing import LoadBalancing
-
-        parts.append(LoadBalancing(settings.router_aux_loss_coef))
-    return parts
+def compiles(model: Model) -> bool:
+    """Return whether the layers of a model are compiled."""
+    config, on_gpu = model.model_config, model.device.type == "cuda"
+    if config.compile == "auto":
+        return on_gpu and model.settings.quantization != "nf4"
+    return config.compile == "on"
 
 
 def check_axes(

@@ -35,8 +35,9 @@ COEF = "actor_rollout_ref.actor.router_aux_loss_coef"
 class LoadBalancing(ModelPart):
     """Adds the routers' load-balancing loss to the loss of a mini-batch."""
 
-    def __init__(self, coef: float) -> None:
-        self.coef = coef
+    coef: float
+
+    def __init__(self) -> None:
         self.router_logits: list[Tensor] = []
         """Router logits of the last pass, [real tokens, experts] per layer."""
         self.feed: Feed | None = None
@@ -55,6 +56,7 @@ class LoadBalancing(ModelPart):
         if not hasattr(model.module, "router_aux_loss_coef"):
             raise ConfigError(missing_routers(model.module.config.model_type))
         self.num_chosen: int = model.module.num_experts_per_tok
+        self.coef = model.settings.router_aux_loss_coef
         body = body_of(model.module)
         body.register_forward_pre_hook(_ask_routers, with_kwargs=True)
         body.register_forward_hook(self._note_routers)
