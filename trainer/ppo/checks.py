@@ -28,9 +28,7 @@ from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import critic_optim, is_actors_module, tokens_per_pass
 from workers.config.conditions import has_only_teacher, has_teacher
-from workers.losses.correction import RolloutCorrection
 from workers.losses.registry import get_policy_loss, traits_of
-from workers.losses.rejection import SECTION
 from workers.models.quantize import check_device
 from workers.rollout.build import check_quantization
 from workers.rollout.sampling import check_sampling
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
+SECTION = "algorithm.rollout_correction"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 LORA_RANK = "actor_rollout_ref.model.lora_rank"
 
@@ -49,7 +48,6 @@ LORA_RANK = "actor_rollout_ref.model.lora_rank"
 def reject(config: PPOConfig) -> None:
     """Reject settings that cannot work together; the error has the numbers and a way out."""
     check_rewards(config)
-    RolloutCorrection.of(config.algorithm.rollout_correction)
     _reject_sizes(config)
     _reject_rewards(config)
     _reject_losses(config)
@@ -255,6 +253,10 @@ def _reject_losses(config: PPOConfig) -> None:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     # in bypass mode nothing may read old log-probs, and the loss must be one that can be corrected
     correction = algorithm.rollout_correction
+    if correction.weighs or correction.rejects:
+        from workers.losses.correction import RolloutCorrection
+
+        RolloutCorrection.of(correction)
     loss = actor.policy_loss.loss_mode
     if correction.bypass_mode:
         if algorithm.use_kl_in_reward or "old_log_probs" in columns_read(algorithm.adv_estimator):

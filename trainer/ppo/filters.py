@@ -44,7 +44,6 @@ from workers.columns import (
     write_columns,
 )
 from workers.config import RolloutCorrectionConfig
-from workers.losses.correction import RolloutCorrection, normalized
 from workers.rewards.weighted import SKIPPED
 
 logger = logging.getLogger(__name__)
@@ -136,9 +135,8 @@ def columns_of_correction(config: RolloutCorrectionConfig) -> tuple[str, ...]:
     """Return the columns that `correct_rollout` writes: none if it is off or bypassed."""
     if config.bypass_mode:
         return ()
-    correction = RolloutCorrection.of(config)
-    weights = ("rollout_is_weights",) if correction.weighs else ()
-    return (*weights, "response_mask") if correction.rejects else weights
+    weights = ("rollout_is_weights",) if config.weighs else ()
+    return (*weights, "response_mask") if config.rejects else weights
 
 
 @register_filter(
@@ -152,6 +150,8 @@ def correct_rollout(batch: DataProto, config: PPOConfig, step: int) -> Filtered:
 
     `batch` is not changed.
     """
+    from workers.losses.correction import RolloutCorrection, normalized
+
     settings = config.algorithm.rollout_correction
     correction = RolloutCorrection.of(settings)
     behavior = sampled_log_probs_column(batch.columns)

@@ -123,6 +123,16 @@ class RolloutCorrectionConfig(Section):
     REINFORCE.
     """
 
+    @property
+    def weighs(self) -> bool:
+        """True if importance weights are applied."""
+        return self.rollout_is is not None
+
+    @property
+    def rejects(self) -> bool:
+        """True if the correction can remove tokens from the mask."""
+        return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
+
 
 @dataclass(kw_only=True)
 class RouterReplayConfig(Section):

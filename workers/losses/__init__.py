@@ -2,10 +2,9 @@
 
 Policy losses are in `per_token` (PPO's clip, CISPO, SAPO, DPPO, …), `per_sequence` (GSPO, GMPO) and
 `covariance`, registered by name in `workers.losses.registry.POLICY_LOSSES`. Each is the formula of
-its paper, and autograd gives the gradient. Every file in this folder is imported here, so you add a
-loss by adding a file; the recipes of `preference` import it. The policy losses use `token_loss`
-(turns a function of tokens into a policy loss), `aggregate` (reduces token losses to one number)
-and `importance_ratio`.
+its paper, and autograd gives the gradient. To add one, write a file and import it below. The policy
+losses use `token_loss` (turns a function of tokens into a policy loss), `aggregate` (reduces token
+losses to one number) and `importance_ratio`.
 
 `correction` and `rejection` weight or reject tokens that another policy sampled, and `mismatch`
 measures the difference from that policy. The critic's loss is in `value`, the KL to the reference
@@ -21,9 +20,4 @@ their tokens beforehand.) Values outside the mask never affect a policy loss or 
 with an empty mask both are zero.
 """
 
-import importlib
-import pkgutil
-
-for _file in pkgutil.iter_modules(__path__):
-    if not _file.ispkg:
-        importlib.import_module(f"{__name__}.{_file.name}")
+from workers.losses import covariance, per_sequence, per_token  # noqa: F401  # registers them

@@ -23,7 +23,8 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import RolloutCorrectionConfig
-from workers.losses.correction_gauge import CorrectionGauge, MaskedRows, row_blocks
+from workers.losses.aggregate import MaskedRows, row_blocks
+from workers.losses.correction_gauge import CorrectionGauge
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 from workers.losses.rejection import SECTION, Bounds, Criterion, criteria_of, lengths, weight_bounds
 
@@ -96,20 +97,10 @@ class RolloutCorrection:
         criteria = criteria_of(settings.rollout_rs, None if thresholds is None else str(thresholds))
         return cls(settings.rollout_is, bounds, criteria, veto)
 
-    @property
-    def weighs(self) -> bool:
-        """True if importance weights are applied."""
-        return self.level is not None
-
-    @property
-    def rejects(self) -> bool:
-        """True if the correction can remove tokens from the mask."""
-        return bool(self.criteria) or self.veto is not None
-
     def gauge(self) -> CorrectionGauge:
         """Return an empty gauge for the metrics of this correction."""
         criteria = {criterion.name: criterion.bounds for criterion in self.criteria}
-        return CorrectionGauge(self.bounds if self.weighs else None, criteria)
+        return CorrectionGauge(self.bounds if self.level else None, criteria)
 
     @torch.no_grad()
     def __call__(
@@ -161,6 +152,6 @@ class RolloutCorrection:
             gauge.add_fraction("rollout_is_veto_fraction", vetoed.sum(), part.num_rows)
             accepted = accepted & ~vetoed.unsqueeze(-1)
 
-        if self.rejects:
+        if self.criteria or self.veto is not None:
             gauge.add_rejected("rollout_rs", accepted, part)
         return accepted

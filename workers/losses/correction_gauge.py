@@ -12,42 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workers.losses.aggregate import Gauge
+from workers.losses.aggregate import Gauge, MaskedRows
 from workers.losses.rejection import Bounds
-
-BLOCK_TOKENS = 2**18
-"""Positions of a block of rows, at least one row; a float32 column of this many takes 1 MiB."""
-
-
-def row_blocks(column: Tensor) -> list[slice]:
-    """Return the row range of each block of a column [rows, R], because metrics need copies."""
-    num_rows = max(BLOCK_TOKENS // max(column.shape[1], 1), 1)
-    return [slice(start, start + num_rows) for start in range(0, len(column), num_rows)]
-
-
-class MaskedRows:
-    """Some rows of a batch: the mask of their tokens, and the number of tokens per row."""
-
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
-        self.lengths = mask.sum(dim=-1)
-        self.filled = self.lengths > 0
-        self.places = mask.flatten().nonzero().squeeze(-1)
-        self.num_tokens = len(self.places)
-        self.num_rows = int(self.filled.sum())
-
-    def tokens(self, values: Tensor) -> Tensor:
-        """Return the values of the tokens inside the mask, flat."""
-        return values.expand_as(self.mask).flatten().index_select(0, self.places)
-
-    def rows(self, values: Tensor) -> Tensor:
-        """Return the mean of every row that has tokens.
-
-        `values` are zero outside the mask, or have one column.
-        """
-        if values.shape[-1] == 1:
-            return values[self.filled, 0]
-        return (values.sum(dim=-1) / self.lengths)[self.filled]
 
 
 class Spread(Gauge):

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
-from workers.losses.aggregate import Gauge
-from workers.losses.correction_gauge import MaskedRows, row_blocks
+from workers.losses.aggregate import Gauge, MaskedRows, row_blocks
 from workers.losses.importance_ratio import LARGEST_LOG_RATIO
 
 SAMPLE_MEANS = (

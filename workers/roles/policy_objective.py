@@ -10,7 +10,7 @@ Example:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -19,13 +19,15 @@ from workers.columns import ROUTED, sampled_log_probs_column
 from workers.config import ActorConfig, WorkersConfig, replays_routing
 from workers.config.conditions import policy_loss_of
 from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
-from workers.losses.correction import RolloutCorrection
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import PolicyLoss, get_policy_loss, traits_of
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
+
+if TYPE_CHECKING:
+    from workers.losses.correction import RolloutCorrection
 
 
 @dataclass
@@ -34,9 +36,10 @@ class PolicySettings:
 
     config: ActorConfig
     policy_loss: PolicyLoss
-    correction: RolloutCorrection
-    bypasses: bool
-    """True if the rollout's log-probs are the old log-probs."""
+    bypass: RolloutCorrection | None
+    """The correction in bypass mode: the rollout's log-probs are the old log-probs."""
+    weighs: bool
+    """True if the driver adds importance weights to batches."""
     temperature: float
     replays_routing: bool
 
@@ -44,11 +47,16 @@ class PolicySettings:
     def of(cls, config: WorkersConfig, temperature: float) -> PolicySettings:
         """Read the settings, and look up the policy loss."""
         policy, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
+        bypass = None
+        if correction.bypass_mode:
+            from workers.losses.correction import RolloutCorrection
+
+            bypass = RolloutCorrection.of(correction)
         return cls(
             policy.actor,
             get_policy_loss(policy_loss_of(config)),
-            RolloutCorrection.of(correction),
-            correction.bypass_mode,
+            bypass,
+            correction.weighs,
             temperature,
             replays_routing(policy),
         )
@@ -68,11 +76,12 @@ class PolicyObjective:
         self.entropy_coeff = data.meta_info.get("entropy_coeff", config.entropy_coeff)
         self.on_policy = bool(data.meta_info.get("on_policy", False))
         """True if the samples come from the current policy, so that no old log-probs are needed."""
-        without_old = self.on_policy or settings.bypasses
+        without_old = self.on_policy or settings.bypass is not None
         measures = without_old and "rollout_log_probs" in data.columns
         width = data.column("responses").shape[1]
         self.mismatch = MismatchGauge(width) if measures else None
-        self.correction_gauge = settings.correction.gauge()
+        if settings.bypass is not None:
+            self.correction_gauge = settings.bypass.gauge()
 
         names = ["advantages"]
         if settings.replays_routing:
@@ -81,9 +90,9 @@ class PolicyObjective:
             names.append("ref_log_prob")
         if self.mismatch is not None:
             names.append("rollout_log_probs")
-        if settings.bypasses:
+        if settings.bypass is not None:
             names.append(sampled_log_probs_column(data.columns))
-        elif settings.correction.weighs:
+        elif settings.weighs:
             names.append("rollout_is_weights")
         if not without_old:
             names.append("old_log_probs")
@@ -112,10 +121,10 @@ class PolicyObjective:
         # an on-policy batch has no old log-probs: they equal the current ones
         old_log_probs = columns.get("old_log_probs", log_probs)
         weights = columns.get("rollout_is_weights")
-        if self.settings.bypasses:
+        if self.settings.bypass is not None:
             old_log_probs = columns[sampled_log_probs_column(columns)]
             # rejected tokens still count in the mini-batch's denominators
-            weights, mask = self.settings.correction(
+            weights, mask = self.settings.bypass(
                 log_probs, old_log_probs, mask, self.correction_gauge
             )
 
@@ -160,7 +169,7 @@ class PolicyObjective:
         if self.mismatch is not None:
             self.mismatch.all_reduce(group)
             metrics |= self.mismatch.metrics()
-        if self.settings.bypasses:
+        if self.settings.bypass is not None:
             self.correction_gauge.all_reduce(group)
             metrics |= self.correction_gauge.metrics()
         return metrics

@@ -53,7 +53,6 @@ from workers.rollout.build import (
 from workers.rollout.sample import Sample, sample_seed
 from workers.rollout.sampling import EXTRA_SAMPLING, STOPS, sampling_params
 from workers.weights.channel import SyncReport
-from workers.weights.host_copy import HostCopy
 from workers.weights.receiver import WeightReceiver
 
 if TYPE_CHECKING:
@@ -92,7 +91,10 @@ class RolloutWorker(WeightReceiver, Worker):
         self._whole_config = config
         sends_changed = self.config.weight_sync == "changed"
         takes_changes = sends_changed and not takes_adapter(self.policy)
-        self.copy = HostCopy() if takes_changes else None
+        if takes_changes:
+            from workers.weights.host_copy import HostCopy
+
+            self.copy = HostCopy()
         self.players: Players | None = None
         if has_environment(config):
             from workers.agents.players import Players

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_like.process.info import OWN_PROCESS
-from workers.models.attention import head_size, log_once, soft_cap
+from workers.models.attention import head_size, kernel_blocker, log_once, soft_cap
 from workers.models.causal_lm import empty_model, language_half
 from workers.models.load import load_weights
 from workers.models.precision import frozen, precision_of
@@ -26,7 +26,6 @@ from workers.training.model import Model
 from workers.training.parts import parts_of
 from workers.training.passes import AllLayers
 from workers.training.row_layout import choose_layout
-from workers.training.varlen import find_kernel
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker
@@ -76,13 +75,13 @@ def build_model(model: Model, worker: Worker) -> None:
 
     # the row layout of passes, and the attention kernel
     config, hf_config = model.model_config, model.module.config
-    model.kernel, why_not = find_kernel(
-        config.attn_implementation,
-        model.device,
-        model.precision.compute,
-        head_size(hf_config),
-        soft_cap(hf_config) is not None,
-    )
+    dtype, wanted = model.precision.compute, config.attn_implementation
+    why_not = kernel_blocker(model.device, dtype)
+    if not why_not or wanted != "auto":
+        from workers.training.varlen import find_kernel
+
+        size, has_cap = head_size(hf_config), soft_cap(hf_config) is not None
+        model.kernel, why_not = find_kernel(wanted, model.device, dtype, size, has_cap)
     routers_count_tokens = bool(model.settings.router_aux_loss_coef)
     model.row_passes = choose_layout(
         model.module,

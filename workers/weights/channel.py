@@ -58,6 +58,14 @@ _LENGTHS = Struct("<qq")
 
 
 @dataclass(frozen=True)
+class PublishReport:
+    """The result of publishing on one rank; has default values on ranks that do not send."""
+
+    num_bytes: int = 0
+    hash_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class SyncReport:
     """One rank's result of a sync: its error, the number of bytes, and the seconds of hashing."""
 

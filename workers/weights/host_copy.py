@@ -11,7 +11,7 @@ After an update with a small learning rate, most bfloat16 weights have their old
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,8 @@ from verl_like.errors import WeightSyncError
 from workers.models.lora import PARTS, merged_weight, shapes_differ
 from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
-from workers.weights.channel import HOST, Channel, Manifest
-from workers.weights.checksum import as_integers, hash_of
+from workers.weights.channel import HOST, Channel, Manifest, fill_buckets
+from workers.weights.checksum import NamedTensors, as_integers, hash_of
 from workers.weights.module_writer import describe_problems, raise_problems
 
 
@@ -112,6 +112,48 @@ class HostCopy:
 BLOCK = 256
 PREFIX = "changes:"
 """Prefix of a tensor's name if only its changes are sent."""
+SentTensors = dict[str, tuple[list[Any], Tensor]]
+"""Tensors of an earlier version, each with its entry in the manifest."""
+
+
+def send_changes(
+    channel: Channel,
+    tensors: NamedTensors,
+    limit: int,
+    merging: Mapping[str, Any],
+    sent: SentTensors,
+    stores: bool = False,
+) -> None:
+    """Send the tensors that the receivers do not have, then the manifest of all weights.
+
+    If the receivers have the version of a tensor that `sent` has, only its changed numbers are
+    sent. With `stores`, changed tensors are copied into `sent`.
+    """
+    manifest: Manifest = {}
+    received = channel.connection.manifest
+
+    def changed() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in tensors:
+            tensor = weight.detach().to(channel.device).contiguous()
+            with channel.watch.running():
+                value = hash_of(byte_view(tensor))
+            manifest[name] = [str(tensor.dtype), list(tensor.shape), value]
+            if received.get(name) == manifest[name]:
+                continue
+            entry, old = sent.get(name, ([], tensor))
+            changes = None
+            if entry and entry == received.get(name) and entry[:2] == manifest[name][:2]:
+                changes = encode_changes(old.to(tensor.device), tensor)
+            if stores and (name in received or name in sent):
+                sent[name] = manifest[name], tensor.to(HOST, copy=True)
+            if changes is None:
+                yield name, tensor
+            else:
+                yield PREFIX + name, changes
+
+    summary = {"manifest": manifest, "merging": merging}
+    channel.send(fill_buckets(changed(), limit, channel.room, channel.watch), summary)
+    channel.connection.manifest = manifest
 
 
 def encode_changes(old: Tensor, new: Tensor) -> Tensor | None:

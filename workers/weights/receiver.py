@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from verl_like.errors import WeightSyncError
 from workers.weights.channel import Channel, SyncReport
 from workers.weights.checksum import NamedTensors
 from workers.weights.connection import Connections
-from workers.weights.host_copy import HostCopy
 from workers.weights.module_writer import describe_problems
+
+if TYPE_CHECKING:
+    from workers.weights.host_copy import HostCopy
 
 
 class _ReceivingEngine(Protocol):

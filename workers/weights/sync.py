@@ -23,8 +23,7 @@ from typing import Any, ParamSpec
 
 from verl_like.calls.future import gather
 from verl_like.errors import VerlLikeError, WeightSyncError
-from workers.weights.channel import SyncReport
-from workers.weights.sender import PublishReport
+from workers.weights.channel import PublishReport, SyncReport
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")

@@ -7,7 +7,7 @@ import torch
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.mismatch import diagnose_rollout_gap, explain_gap
-from workers.losses import correction_gauge
+from workers.losses import aggregate
 from workers.losses.mismatch import MismatchGauge
 
 
@@ -78,7 +78,7 @@ def test_chunks_add_up_and_only_tokens_inside_the_mask_count():
 
 def test_the_block_size_changes_no_metric(monkeypatch):
     whole = metrics_of(columns())
-    monkeypatch.setattr(correction_gauge, "BLOCK_TOKENS", 22)
+    monkeypatch.setattr(aggregate, "BLOCK_TOKENS", 22)
     assert metrics_of(columns()) == pytest.approx(whole)
 
 

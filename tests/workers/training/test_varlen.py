@@ -420,8 +420,9 @@ def test_a_model_trains_the_same_with_and_without_a_kernel(
         return flash_attn_varlen_func(*states, **settings)
 
     flash = VarlenKernel("flash-attn", flash_attn_kernel(function), FLOAT32, has_softcap=True)
+    monkeypatch.setattr(build, "kernel_blocker", lambda *_: "")
     for kernel in (flash, None):
-        monkeypatch.setattr(build, "find_kernel", lambda *_, kernel=kernel: (kernel, ""))
+        monkeypatch.setattr(varlen, "find_kernel", lambda *_, kernel=kernel: (kernel, ""))
         actor = started(ActorWorker, tiny_config(folder, entropy_coeff=0.01), 1)
         assert actor.engine.packs
         log_probs = actor.compute_log_prob(make_batch(6))[0].batch["old_log_probs"]

@@ -28,7 +28,8 @@ from workers.weights import channel, checksum
 from workers.weights.channel import SyncReport
 from workers.weights.checksum import checksum_of
 from workers.weights.receiver import WeightReceiver
-from workers.weights.sender import Snapshot, Snapshots, WeightSender
+from workers.weights.sender import WeightSender
+from workers.weights.snapshots import Snapshot, Snapshots
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 

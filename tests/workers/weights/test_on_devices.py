@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.workers.stand_ins import Group, Receiver, Sender, checksums, keeping, train, versions
 from verl_like.errors import WeightSyncError
 from workers.weights import channel, checksum, connection
-from workers.weights.sender import Snapshots
+from workers.weights.snapshots import Snapshots
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 DEVICE = torch.device("meta")
