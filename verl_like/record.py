@@ -1,24 +1,23 @@
-"""Write and read a record of training steps that `verl-like bisect` compares; needs only numpy.
+"""Write a record of training steps that `verl-like bisect` compares; needs only numpy.
 
     recorder = Recorder("records/a", framework="mine", config={"lr": 1e-3})
     for step in range(1, 11):
         ...
-        recorder.step(step, {"responses": ids, "advantages": advantages}, loss=0.5, lr=1e-3)
+        samples = ragged(prompts, responses, scores=scores, rollout_log_probs=log_probs)
+        recorder.step(step, samples, loss=0.5, lr=1e-3)
 
 You may copy this file into another project. A record is a folder with one line of JSON per step in
 `steps.jsonl`, after a line about the run, and one safetensors file `<step>.safetensors` per step.
-`docs/my_curves_differ.md` describes the fields; each of them is optional. Nothing in a record is
-executed when it is read, and sizes are checked before memory is used.
+`docs/my_curves_differ.md` describes the fields; each of them is optional.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
-from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Mapping, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +25,15 @@ import numpy as np
 
 VERSION = 1
 STEPS = "steps.jsonl"
-MAX_FILE, MAX_LINE, MAX_STEPS = 4 << 30, 16 << 20, 1_000_000
-"""Bytes of a step's file, characters of a line, lines of `steps.jsonl`."""
-DTYPES = {
-    **{"BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "I32": np.int32},
-    **{"I64": np.int64, "F16": np.float16, "F32": np.float32, "F64": np.float64},
+CODES = {
+    np.dtype(kind).str: code
+    for code, kind in {
+        **{"BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "I32": np.int32},
+        **{"I64": np.int64, "F16": np.float16, "F32": np.float32, "F64": np.float64},
+    }.items()
 }
-CODES = {np.dtype(kind).str: code for code, kind in DTYPES.items()}
-PACKAGES = ("torch", "transformers", "trl", "verl", "verl-like", "vllm", "numpy")
+"""Numpy's name of a type -> the name in safetensors files."""
+PACKAGES = {"torch", "transformers", "trl", "verl", "verl-like", "vllm", "numpy"}
 
 
 class RecordError(ValueError):
@@ -50,7 +50,8 @@ class Recorder:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / STEPS).exists():
-            versions = {"python": platform.python_version(), **installed(PACKAGES)}
+            installed = {d.name: d.version for d in distributions() if d.name in PACKAGES}
+            versions = {"python": platform.python_version(), **installed}
             head = {"record": VERSION, "framework": framework, "versions": versions}
             self._append(head | {"config": flat(config)})
 
@@ -68,26 +69,37 @@ class Recorder:
             file.write(json.dumps(line, default=str) + "\n")
 
 
-def installed(packages: tuple[str, ...]) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
-    versions = {}
-    for name in packages:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return versions
-
-
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested settings with dotted keys."""
     keys: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            keys |= flat(value, f"{prefix}{name}.")
-        else:
-            keys[f"{prefix}{name}"] = value
+        inner = value if isinstance(value, Mapping) else {}
+        keys |= flat(inner, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
     return keys
+
+
+Rows = Sequence[Sequence[Any] | np.ndarray]
+
+
+def ragged(prompts: Rows, responses: Rows, **fields: Any) -> dict[str, Any]:
+    """Return the arrays of a step from tokens per row, and fields per row or per token of rows."""
+    lengths = np.array([len(row) for row in responses])
+    arrays = {"prompts": padded(prompts), "prompt_mask": padded([[True] * len(p) for p in prompts])}
+    arrays |= {"responses": padded(responses), "response_lengths": lengths}
+    arrays["response_mask"] = np.arange(arrays["responses"].shape[1]) < lengths[:, None]
+    known = {name: values for name, values in fields.items() if values is not None}
+    per_row = {name for name, values in known.items() if np.ndim(values[0]) == 0}
+    return arrays | {n: np.asarray(x) if n in per_row else padded(x) for n, x in known.items()}
+
+
+def padded(rows: Rows, width: int = 0, fill: float = 0) -> np.ndarray:
+    """Return rows of different lengths as one array of at least this width, filled at the right."""
+    kinds = [np.asarray(row).dtype for row in rows if len(row)]
+    shape = len(rows), max([width, *map(len, rows)])
+    array = np.full(shape, fill, dtype=np.result_type(*kinds) if kinds else np.int64)
+    for number, row in enumerate(rows):
+        array[number, : len(row)] = row
+    return array
 
 
 def as_array(value: Any) -> np.ndarray:
@@ -97,7 +109,7 @@ def as_array(value: Any) -> np.ndarray:
         value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
     array = np.ascontiguousarray(value)
     if array.dtype.str not in CODES:
-        raise RecordError(f"an array of dtype {array.dtype}; a record takes {', '.join(DTYPES)}.")
+        raise RecordError(f"an array of dtype {array.dtype}; use {', '.join(CODES.values())}.")
     return array
 
 
@@ -113,45 +125,3 @@ def safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
     return b"".join(
         [len(text).to_bytes(8, "little"), text, *(a.tobytes() for a in arrays.values())]
     )
-
-
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the arrays of a safetensors file; raise for a file that is not one, or too large."""
-    size = path.stat().st_size
-    if size > MAX_FILE:
-        raise RecordError(f"{path} has {size} bytes; at most {MAX_FILE} are read.")
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    try:
-        if length > min(size - 8, MAX_LINE):
-            raise ValueError(f"its header has {length} bytes in a file of {size}")
-        header, arrays = json.loads(data[8 : 8 + length]), {}
-        header.pop("__metadata__", None)
-        for name, spec in header.items():
-            kind, (begin, end) = np.dtype(DTYPES[spec["dtype"]]), spec["data_offsets"]
-            count = math.prod(spec["shape"])
-            if not 0 <= begin <= end <= size - 8 - length or end - begin != count * kind.itemsize:
-                raise ValueError(f"{name} claims bytes {begin} to {end} for {count} numbers")
-            flat_array = np.frombuffer(data, kind, count, 8 + length + begin)
-            arrays[name] = flat_array.reshape(spec["shape"])
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RecordError(f"{path} is not a safetensors file of a record: {error!r}.") from error
-    return arrays
-
-
-def read_steps(folder: Path) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """Return the line about the run, and the newest line of every step; raise for other files."""
-    path, lines = folder / STEPS, list[dict[str, Any]]()
-    with path.open(encoding="utf-8", errors="replace") as file:
-        while text := file.readline(MAX_LINE + 1):
-            try:
-                line = json.loads(text) if len(text) <= MAX_LINE else None
-            except (ValueError, RecursionError):
-                line = None
-            if not isinstance(line, dict) or len(lines) > MAX_STEPS:
-                raise RecordError(f"{path}, line {len(lines) + 1}: not an object of a record.")
-            lines.append(line)
-    if not lines or lines[0].get("record") != VERSION:
-        raise RecordError(f'{path}: its first line must have "record": {VERSION}.')
-    steps = {line["step"]: line for line in lines if type(line.get("step")) is int}
-    return lines[0], steps

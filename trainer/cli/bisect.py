@@ -27,13 +27,14 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer.run_folder.folder import CONFIG_FILE
-from trainer.tools.bisect.causes import causes_of, fits
-from trainer.tools.bisect.sides import Side, open_side
-from trainer.tools.bisect.walk import Finding, Step, decoded, same_rows, walk
+from trainer.tools.bisect.causes import causes_of
+from trainer.tools.bisect.sides import Side, Step, open_side
+from trainer.tools.bisect.walk import Finding, decoded, same_rows, walk
 from verl_like.errors import VerlLikeError
 from verl_like.record import RecordError
 from verl_like.terminal import usage_of
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     except (VerlLikeError, RecordError, OSError) as error:
         finding = Finding("cannot tell", str(error))
     if options.json:
-        print(json.dumps(finding.as_json(), default=str))
+        print(json.dumps(asdict(finding), default=str))
     else:
         print(text_of(finding, options.a, options.b))
     sys.exit(CODES[finding.verdict])
@@ -81,7 +82,7 @@ def bisect(first: str, other: str, force: bool = False) -> Finding:
 
 def explained(a: Side, b: Side) -> tuple[Finding, tuple[Step, Step] | None]:
     """Return the first difference with its rows as text and its causes, and the steps it is in."""
-    finding, steps = walk(a, b, fits, show_progress)
+    finding, steps = walk(a, b, show_progress)
     if steps is not None:
         finding.text = decoded(steps, finding.row, tokenizer_of(a, b))
         finding.causes = causes_of(finding, steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,8 @@ from workers.rollout.sample import LENGTH_LIMIT
 RECORD = "record"
 COLUMNS = (
     *("prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"),
-    *(
-        "ref_log_prob",
-        "values",
-        "token_level_scores",
-        "token_level_rewards",
-        "advantages",
-        "returns",
-    ),
-    *("policy_version", "rollout_is_weights"),
+    *("ref_log_prob", "values", "token_level_scores", "token_level_rewards", "advantages"),
+    *("returns", "policy_version", "rollout_is_weights"),
 )
 """Columns that keep their names in the record."""
 NUMBERS = ("pg_loss", "kl_loss", "grad_norm", "lr")
@@ -65,15 +58,19 @@ class RecordedSteps:
 
 def arrays_of(batch: DataProto) -> dict[str, np.ndarray]:
     """Return the arrays of a record from the batch of an update."""
-    width = batch.column("prompts").shape[1]
-    inside, objects = batch.padded("attention_mask").bool(), batch.non_tensor_batch
-    numbers: dict[Any, int] = {}
+    objects, width = batch.non_tensor_batch, batch.padded("responses").shape[1]
     arrays = {name: batch.padded(name).numpy() for name in COLUMNS if name in batch.columns}
-    return arrays | {
-        "prompt_mask": inside[:, :width].numpy(),
-        "response_lengths": inside[:, width:].sum(1).numpy(),
-        "group": np.array([numbers.setdefault(uid, len(numbers)) for uid in objects["uid"]]),
-        "truncated": np.array([end == LENGTH_LIMIT for end in objects["finish_reason"]]),
+    arrays["truncated"] = np.array([end == LENGTH_LIMIT for end in objects["finish_reason"]])
+    return arrays | samples_of(batch.padded("attention_mask"), width, objects["uid"])
+
+
+def samples_of(attention_mask: Any, width: int, uids: Iterable[Any]) -> dict[str, np.ndarray]:
+    """Return where the tokens of prompts and responses are, and the number of each row's prompt."""
+    inside, numbers = attention_mask.bool().numpy(), dict[Any, int]()
+    return {
+        "prompt_mask": inside[:, :-width],
+        "response_lengths": inside[:, -width:].sum(1),
+        "group": np.array([numbers.setdefault(uid, len(numbers)) for uid in uids]),
     }
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from trainer.observers.recorded_steps import RECORD
-from trainer.tools.bisect.sides import OURS, Side, recorded_side
-from trainer.tools.bisect.walk import Step
+from trainer.tools.bisect.sides import OURS, Side, Step, recorded_side
 from trainer.tools.replay.replay import replay
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -52,33 +51,25 @@ def with_samples_of(a: Side, b: Side, folder: Path, number: int) -> tuple[Side, 
 def batch_with(step: Step, trainer: Any, batch: DataProto) -> DataProto:
     """Return a generated batch with the samples and scores of a recorded step instead."""
     arrays, prompts, responses = step.arrays, step.ids("prompts"), step.ids("responses")
-    assert prompts is not None, "the record has prompts"
-    assert responses is not None, "the record has responses"
     if len(responses) != len(batch):
         raise ConfigError(f"--force: A has {len(responses)} samples in a step, B {len(batch)}.")
     version = int(read_column(batch, "policy_version").max())
     masks = arrays.get("response_mask", np.ones(arrays["responses"].shape))
     log_probs = arrays.get("rollout_log_probs", arrays.get("old_log_probs", 0.0 * masks))
-    samples: list[Sample] = []
-    uids: list[str] = []
-    indices: list[int] = []
-    for row, (prompt, tokens) in enumerate(zip(prompts, responses, strict=True)):
-        uid = str(arrays["group"][row] if "group" in arrays else prompt.tolist())
-        indices.append(uids.count(uid))
-        uids.append(uid)
-        end = len(tokens)
-        samples.append(
-            Sample(
-                prompt.tolist(),
-                name=f"{uid}/{indices[row]}",
-                tokens=torch.tensor(tokens, dtype=torch.long),
-                log_probs=torch.tensor(log_probs[row, :end], dtype=torch.float32),
-                versions=torch.tensor(np.where(masks[row, :end], version, -1), dtype=torch.int32),
-                finish_reason=LENGTH_LIMIT
-                if arrays.get("truncated", masks[:, 0] < 0)[row]
-                else "stop",
-            )
+    truncated = arrays.get("truncated", np.zeros(len(batch)))
+    uids = [str(group) for group in arrays.get("group", [row.tolist() for row in prompts])]
+    indices = [uids[:row].count(uid) for row, uid in enumerate(uids)]
+    samples = [
+        Sample(
+            prompts[row].tolist(),
+            name=f"{uids[row]}/{indices[row]}",
+            tokens=torch.tensor(tokens, dtype=torch.long),
+            log_probs=torch.tensor(log_probs[row, : len(tokens)], dtype=torch.float32),
+            versions=torch.tensor(masks[row, : len(tokens)] != 0).int() * (version + 1) - 1,
+            finish_reason=LENGTH_LIMIT if truncated[row] else "stop",
         )
+        for row, tokens in enumerate(responses)
+    ]
     widths = max(map(len, prompts)), max(map(len, responses))
     pad = batch.meta_info["pad_token_id"]
     forced = batch_of(samples, widths, pad, version)

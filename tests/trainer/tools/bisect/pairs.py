@@ -27,7 +27,8 @@ from trainer import load_config, run
 from trainer.cli import make_tiny
 from trainer.cli.bisect import bisect
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-from verl_like.record import Recorder, read_arrays, read_steps
+from trainer.tools.bisect.sides import open_side
+from verl_like.record import Recorder
 from workers.config import ActorConfig
 from workers.losses.aggregate import agg_loss
 from workers.losses.kl import kl_penalty
@@ -89,9 +90,9 @@ VERL = (
     Pair("verl", {"adv_estimator": ("gae", "gae"), "gamma": (0.9, 1.0)}, "advantages", "gamma=0.9"),
     Pair("verl", {"loss_agg_mode": ("seq-mean-token-mean", "token-mean")}, "loss", "seq-mean"),
     Pair("verl", {"loss_agg_mode": ("seq-mean-token-sum", "token-mean")}, "loss", "token-sum"),
-    Pair("verl", {"clip_ratio_high": (0.28, 0.2)}, "loss", "1.28"),
-    Pair("verl", {"clip_ratio_low": (0.1, 0.2)}, "loss", "0.9"),
-    Pair("verl", {"kl_loss_type": ("kl", "low_var_kl")}, "loss", "(kl)"),
+    Pair("verl", {"clip_ratio_high": (0.28, 0.2)}, "loss", "clip_ratio_high=0.28"),
+    Pair("verl", {"clip_ratio_low": (0.1, 0.2)}, "loss", "clip_ratio_low=0.1"),
+    Pair("verl", {"kl_loss_type": ("kl", "low_var_kl")}, "loss", "kl_loss_type=kl"),
     Pair("verl", {"micro_batch": (6, 24)}, "loss", "micro-batch of 6"),
     *(Pair("verl", changes) for changes in (
         {},
@@ -198,9 +199,9 @@ class Sides:
         beta, lr = settings.get("beta", 0.0), settings.get("learning_rate", 1e-3)
         keys = {f"{ACTOR}.optim.lr": lr, f"{ACTOR}.loss_agg_mode": loss_type}
         recorder = Recorder(folder, "verl-like", keys | {f"{ACTOR}.kl_loss_coef": beta})
-        _, steps = read_steps(Path(theirs))
-        for number in [number for number in steps if number > 0]:
-            arrays = dict(read_arrays(Path(theirs) / f"{number}.safetensors"))
+        side = open_side(theirs)
+        for number in [number for number in side.steps if number > 0]:
+            arrays = side.load(number)
             mask = torch.tensor(arrays["response_mask"]).bool()
             rewards = torch.zeros(mask.shape)
             last = arrays["response_lengths"] - 1

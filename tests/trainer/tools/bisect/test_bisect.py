@@ -13,7 +13,8 @@ import torch
 
 from trainer.cli.bisect import bisect, main
 from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
-from verl_like.record import Recorder, RecordError, read_arrays
+from trainer.tools.bisect.sides import read_arrays
+from verl_like.record import Recorder, RecordError
 from workers.losses.aggregate import agg_loss
 
 Change = Callable[[dict[str, Any], dict[str, Any]], None]
@@ -101,7 +102,7 @@ def reordered(arrays: dict[str, Any], numbers: dict[str, Any]) -> None:
         (other_loss("seq-mean-token-sum"), "loss", "seq-mean-token-sum"),
         (scaled("scores", 2.0), "scores", "times 2"),
         (scaled("lr", 0.5), "learning rate", "times 0.5"),
-        (scaled("grad_norm", 4.0), "gradients", "4 times"),
+        (scaled("grad_norm", 4.0), "gradients", "times 4"),
         (without_end, "mask", "last token"),
         (reordered, "order", "another order"),
     ],
@@ -165,7 +166,7 @@ def test_a_hostile_file_is_an_error_by_name(tmp_path: Path, contents: bytes) -> 
     path = tmp_path / "1.safetensors"
     path.write_bytes(contents)
     with pytest.raises(RecordError, match=r"1\.safetensors"):
-        read_arrays(path)
+        read_arrays(tmp_path, 1)
 
 
 def test_a_record_is_read_by_the_safetensors_package(tmp_path: Path) -> None:

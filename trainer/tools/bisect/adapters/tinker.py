@@ -1,51 +1,42 @@
-"""Record the loop of a Tinker client, which has its samples, rewards and advantages as lists.
+"""Record the loop of a Tinker client from the data that it sends to `forward_backward`.
 
-recorder = TinkerRecorder("records/tinker", {"learning_rate": 1e-4})
-recorder.step(1, prompts, responses, log_probs, rewards, advantages, group, lr=1e-4)
+    recorder = Recorder("records/tinker", "tinker", {"learning_rate": 1e-4})   # verl_like.record
+    recorder.step(1, datum_arrays(data, scores=rewards, group=group), lr=1e-4)
+
+`data` is a list of `tinker.Datum`, as tinker_cookbook's `assemble_training_data` returns it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+from verl_like.record import ragged
 
-from trainer.tools.bisect.adapters.slime import padded
-from verl_like.record import Recorder
+MASKS = ("mask", "weights", "logprobs")
+"""Inputs of a loss that are zero at the tokens which were not sampled."""
 
 
-class TinkerRecorder:
-    """Writes the steps of a client's loop."""
-
-    def __init__(self, folder: str, config: Mapping[str, Any]) -> None:
-        self.recorder = Recorder(folder, "tinker", config)
-
-    def step(
-        self,
-        number: int,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
-        log_probs: Sequence[Sequence[float]] | None = None,
-        rewards: Sequence[float] | None = None,
-        advantages: Sequence[float] | None = None,
-        group: Sequence[int] | None = None,
-        **numbers: Any,
-    ) -> None:
-        """Write a step; a row is a sample, and `numbers` are `loss`, `lr` and others."""
-        ids = [[np.asarray(row, dtype=np.int64) for row in rows] for rows in (prompts, responses)]
-        arrays: dict[str, Any] = {
-            "prompts": padded(ids[0]),
-            "prompt_mask": padded([np.ones(len(row)) for row in ids[0]]) != 0,
-            "responses": padded(ids[1]),
-            "response_mask": padded([np.ones(len(row)) for row in ids[1]]),
-            "response_lengths": np.array([len(row) for row in ids[1]]),
-        }
-        if log_probs is not None:
-            arrays["rollout_log_probs"] = padded(
-                [np.asarray(row, dtype=float) for row in log_probs]
-            )
-        for name, values in (("scores", rewards), ("advantages", advantages), ("group", group)):
-            if values is not None:
-                arrays[name] = np.asarray(values)
-        self.recorder.step(number, arrays, **numbers)
+def datum_arrays(data: Sequence[Any], **fields: Any) -> dict[str, Any]:
+    """Return the arrays of a step; `fields` have a number per datum."""
+    rows: dict[str, list[Any]] = {name: [] for name in ("prompts", "responses", *MASKS)}
+    rows["advantages"] = []
+    for datum in data:
+        inputs = {name: tensor.tolist() for name, tensor in datum.loss_fn_inputs.items()}
+        tokens = [*datum.model_input.to_ints()[:1], *inputs["target_tokens"]]
+        mask = next(inputs[name] for name in MASKS if name in inputs)
+        begin = next((n for n, inside in enumerate(mask) if inside), len(mask))
+        rows["prompts"].append(tokens[: begin + 1])
+        rows["responses"].append(tokens[begin + 1 :])
+        rows["mask"].append([x != 0 for x in mask[begin:]])
+        for name in ("logprobs", "advantages"):
+            rows[name].append(inputs[name][begin:] if name in inputs else None)
+    known = {name: None if None in values else values for name, values in rows.items()}
+    return ragged(
+        rows["prompts"],
+        rows["responses"],
+        response_mask=rows["mask"],
+        rollout_log_probs=known["logprobs"],
+        advantages=known["advantages"],
+        **fields,
+    )

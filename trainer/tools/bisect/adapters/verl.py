@@ -8,46 +8,23 @@ other fields, add a line before `self._log_rollout_data(...)` in verl's `ray_tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from trainer.observers.recorded_steps import COLUMNS, NUMBERS, samples_of
 from verl_like.files import json_objects
-from verl_like.record import MAX_FILE, Recorder, RecordError
-
-COLUMNS = (
-    *("prompts", "responses", "response_mask", "rollout_log_probs", "old_log_probs"),
-    *("ref_log_prob", "values", "token_level_scores", "token_level_rewards", "advantages"),
-    "returns",
-)
+from verl_like.record import Recorder, ragged
 
 
-def verl_arrays(folder: Path) -> dict[int, Callable[[], dict[str, np.ndarray]]]:
-    """Return step -> a function that reads its prompts and responses as bytes, and its scores."""
-    files = {int(path.stem): path for path in folder.glob("*.jsonl") if path.stem.isdecimal()}
-    return {step: partial(_rows, path) for step, path in files.items()}
-
-
-def _rows(path: Path) -> dict[str, np.ndarray]:
-    if path.stat().st_size > MAX_FILE:
-        raise RecordError(f"{path} has more than {MAX_FILE} bytes.")
+def verl_arrays(path: Path) -> dict[str, np.ndarray]:
+    """Return the prompts and responses of a dump as bytes, and their scores."""
     rows, _ = json_objects(path)
-    try:
-        texts = [[row[key].encode() for row in rows] for key in ("input", "output")]
-        scores = np.array([float(row["score"]) for row in rows])
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise RecordError(f"{path} is not a dump of verl's samples: {error!r}.") from error
-    arrays = {"scores": scores, "response_lengths": np.array([len(text) for text in texts[1]])}
-    for name, column in zip(("prompts", "responses"), texts, strict=True):
-        width = max([len(text) for text in column], default=0)
-        padded = [list(text) + [0] * (width - len(text)) for text in column]
-        arrays[name] = np.array(padded, dtype=np.int64).reshape(len(column), width)
-        lengths = np.array([len(text) for text in column])
-        if name == "prompts":
-            arrays["prompt_mask"] = np.arange(width) < lengths[:, None]
+    texts = [[list(row[key].encode()) for row in rows] for key in ("input", "output")]
+    arrays = ragged(*texts, scores=[float(row["score"]) for row in rows])
+    del arrays["response_mask"]  # of tokens, which the dump does not have
     return arrays
 
 
@@ -59,14 +36,9 @@ def record_step(
         from omegaconf import OmegaConf
 
         config = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-    arrays = {name: batch.batch[name] for name in COLUMNS if name in batch.batch.keys()}
-    width = arrays["responses"].shape[1]
-    attended = batch.batch["attention_mask"].bool()
-    arrays |= {
-        "prompt_mask": attended[:, :-width],
-        "response_lengths": attended[:, -width:].sum(1),
-        "group": np.unique(batch.non_tensor_batch["uid"].astype(str), return_inverse=True)[1],
-    }
-    names = ("pg_loss", "kl_loss", "grad_norm", "lr")
-    numbers = {n: float(np.mean(metrics[f"actor/{n}"])) for n in names if f"actor/{n}" in metrics}
+    columns, uids = batch.batch, batch.non_tensor_batch["uid"]
+    arrays = {name: columns[name] for name in COLUMNS if name in columns.keys()}
+    arrays |= samples_of(columns["attention_mask"], columns["responses"].shape[1], uids)
+    named = {n: metrics[f"actor/{n}"] for n in NUMBERS if f"actor/{n}" in metrics}
+    numbers = {name: float(np.mean(values)) for name, values in named.items()}
     Recorder(folder, "verl", config).step(step, arrays, **numbers)
