@@ -44,20 +44,10 @@ from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, has_refer
 
 
 @dataclass(kw_only=True)
-class PreferenceDataConfig(RowDataConfig):
-    """Pairs, or responses with a label: files, sizes, lengths."""
-
-    text_after_eos: str = config_field("keep", choices=("keep", "cut"))
-    """Keep whitespace that the chat template writes after the end token in the loss, as TRL does,
-    or cut it.
-    """
-
-
-@dataclass(kw_only=True)
 class PreferenceConfig(RowConfig, PreferenceWorkerConfig):
     """A run of preference training."""
 
-    data: PreferenceDataConfig = config_field(factory=PreferenceDataConfig)
+    data: RowDataConfig = config_field(factory=RowDataConfig)
     """Training rows: files, columns and lengths."""
     trainer: ValidatingTrainerConfig = rows.trainer_section(
         "trainer.preference.step.PreferenceTrainer", "dpo"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.files import row_limit
-from trainer.data.lm_rows import LMRow, stop_tokens, without_blanks
+from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import (
     LabeledRow,
     PairRow,
@@ -40,32 +40,6 @@ logger = logging.getLogger(__name__)
 
 NumberedRow = tuple[int, PairRow | LabeledRow]
 """(row number, row); the number selects the reference's log-probs."""
-
-
-def settle_ends(
-    key: str, rows: Sequence[NumberedRow], tokenizer: Any, config: PreferenceConfig
-) -> list[NumberedRow]:
-    """Cut whitespace after the end token if `data.text_after_eos=cut`.
-
-    A log line reports the number of such rows. `key` names their files.
-    """
-    stops = stop_tokens(tokenizer, config.model.path)
-    shortened: list[NumberedRow] = []
-    num_longer = 0
-    for number, row in rows:
-        sides: dict[str, Any] = {
-            name: without_blanks(side, stops, tokenizer) for name, side in row.sides.items()
-        }
-        num_longer += any(sides[name] is not side for name, side in row.sides.items())
-        shortened.append((number, replace(row, **sides)))
-    is_cut = config.data.text_after_eos == "cut"
-    if num_longer:
-        outcome = "stays in the loss. Set data.text_after_eos=cut to remove it"
-        outcome = "is removed" if is_cut else outcome
-        logger.info(
-            "%s: %d rows have whitespace after the end token, which %s", key, num_longer, outcome
-        )
-    return shortened if is_cut else list(rows)
 
 
 def with_mismatched(rows: Sequence[NumberedRow]) -> list[NumberedRow]:
@@ -125,11 +99,11 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
         if loss_reads(config, "desirable"):
             seed = config.trainer.seed
             labeled = read_labeled(key, files, tokenizer, length, seed, on_bad_row, limit)
-            return settle_ends(key, list(enumerate(labeled)), tokenizer, config)
+            return list(enumerate(labeled))
         pairs = read_pairs(key, files, tokenizer, length, on_bad_row, limit)
         if any(pair.margin for pair in pairs) and not loss_reads(config, "margin"):
             logger.info("%s: loss=%s does not read the margins of pairs", key, config.loss)
-        return settle_ends(key, list(enumerate(pairs)), tokenizer, config)
+        return list(enumerate(pairs))
 
     @staticmethod
     def make_batch(

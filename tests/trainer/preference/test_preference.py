@@ -20,7 +20,6 @@ from trainer.data.pairs import read_labeled, read_pairs
 from trainer.data.prompts import load_tokenizer
 from trainer.preference.recipe import DPO
 from trainer.preference.reference import FILE
-from trainer.preference.step import PreferenceTrainer, both_sides
 from verl_like.errors import CheckpointError, ConfigError
 
 PAIRS = [{"prompt": f"say {x}", "chosen": f"ab{x}", "rejected": "cd"} for x in "efghijklmn"]
@@ -265,40 +264,6 @@ def test_margins_are_in_the_loss_or_get_a_notice(
     expected = pytest.approx(math.log1p(math.exp(1.5)), abs=1e-5)
     first, before = (next(x[y] for x in steps if y in x) for y in ("train/loss", "val/loss"))
     assert (first, before) == (expected, expected)
-
-
-@pytest.mark.parametrize(("loss", "text_after_eos"), [("dpo", "keep"), ("kto", "cut")])
-def test_text_after_the_end_token_stays_or_is_cut(
-    loss: str, text_after_eos: str, tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = load_tokenizer(f"{tiny_dir}/model")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<eos> {% endif %}"
-        "{% endfor %}"
-    )
-    prompt = [{"role": "user", "content": "say a"}]
-    rows = [
-        {"prompt": prompt, "chosen": assistant(f"ab{x}"), "rejected": assistant("cd")}
-        for x in "efgh"
-    ]
-    file = write_jsonl(tmp_path / "chats.jsonl", rows)
-    more = (f"loss={loss}", f"data.text_after_eos={text_after_eos}")
-    config = load_config(settings_of(tiny_dir, {"train": file}, tmp_path, *more), DPO)
-    with caplog.at_level(logging.INFO):
-        encoded = PreferenceTrainer.read_rows(config, "data.train_files", str(file), tokenizer)
-    tail = "<eos> " if text_after_eos == "keep" else "<eos>"
-    for side in both_sides(encoded):
-        assert tokenizer.decode(side.ids[side.in_loss]).endswith(tail)
-        assert tokenizer.decode(side.ids).endswith(tail)
-    stays = text_after_eos == "keep"
-    effect = "stays in the loss. Set data.text_after_eos=cut" if stays else "is removed"
-    num_rows = 4 if loss == "dpo" else 8
-    notice = f"{num_rows} rows have whitespace after the end token, which {effect}"
-    assert caplog.text.count(notice) == 1
-
-
-def assistant(text: str) -> list[dict[str, str]]:
-    return [{"role": "assistant", "content": text}]
 
 
 def test_the_kl_of_mismatched_rows_equals_a_computation_by_hand(
