@@ -75,7 +75,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("ppo", "preference", "reward_model", "sft"),
         ("async_training",),
         ("tools", "tools.report"),
-        ("tools.compare", "tools.planner"),
+        ("tools.planner",),
         ("tools.check_loss", "tools.evaluation", "tools.rehearsal", "tools.replay", "serve"),
         ("tools.migrate", "tools.bisect"),
         ("recipe_command",),

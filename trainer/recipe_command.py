@@ -252,10 +252,8 @@ def run_jobs(
 
     trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
     if len(trained) > 1:
-        from trainer.tools.compare.tables import PAGE, comparison_text, read_runs, write_comparison
+        from trainer.tools.report.ends import table_of_runs
 
-        runs = read_runs(trained)
-        page = write_comparison(runs, trained[0].parent / PAGE)
-        print("", comparison_text(runs), "", f"comparison: {page}", sep="\n", flush=True)
+        print("", *draw_table(table_of_runs(trained), flush_right=True), sep="\n", flush=True)
     if num_failed:
         sys.exit(f"error: {num_failed} of {len(jobs)} jobs failed")

@@ -11,7 +11,8 @@ slime:DIR (--save-debug-rollout-data), tinker:DIR. Settings, then the stages of
 each step are compared in order: prompts, samples, mask, log-probs, scores,
 rewards, advantages, loss, gradients, learning rate, weights. Where a stage
 differs, both sides are computed again by verl-like's formulas, and the formula
-and setting of each side are named.
+and setting of each side are named. For two run folders, a table of the settings
+that differ and the metrics at the end follows.
 
   --force  if samples differ, repeat B's step with A's samples, and compare it;
            B is a run folder of verl-like, with as many samples per step as A
@@ -37,7 +38,7 @@ from trainer.tools.bisect.sides import Side, Step, open_side
 from trainer.tools.bisect.walk import Finding, decoded, same_rows, walk
 from verl_like.errors import VerlLikeError
 from verl_like.record import RecordError
-from verl_like.terminal import usage_of
+from verl_like.terminal import draw_table, usage_of
 
 CODES = {"equal": 0, "differs": 1, "cannot tell": 2}
 MOST_SETTINGS = 10
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.json:
         print(json.dumps(asdict(finding), default=str))
     else:
-        print(text_of(finding, options.a, options.b))
+        print(text_of(finding, options.a, options.b), *ends(options.a, options.b), sep="\n")
     sys.exit(CODES[finding.verdict])
 
 
@@ -87,6 +88,15 @@ def explained(a: Side, b: Side) -> tuple[Finding, tuple[Step, Step] | None]:
         finding.text = decoded(steps, finding.row, tokenizer_of(a, b))
         finding.causes = causes_of(finding, steps)
     return finding, steps
+
+
+def ends(*folders: str) -> list[str]:
+    """Return a table of the settings and metrics of two run folders, or nothing."""
+    if not all((Path(folder) / "metrics.jsonl").is_file() for folder in folders):
+        return []
+    from trainer.tools.report.ends import table_of_runs
+
+    return ["", *draw_table(table_of_runs(folders), flush_right=True)]
 
 
 def show_progress(line: str) -> None:

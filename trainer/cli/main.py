@@ -15,8 +15,7 @@ before a run
 after a run
   report RUN_DIR                write RUN_DIR/report.html again
   watch RUN_DIR                 follow a run in progress in a browser
-  compare RUN RUN ...           compare runs: settings, curves, times
-  bisect A B                    find where two runs part, and why
+  bisect A B                    compare two runs: where they part, and why
   replay RUN --step K           repeat a step of a run, to compare or debug
   eval MODEL [key=value ...]    validate a model or a run's model
   chat MODEL                    talk to a model or a run's model
@@ -50,14 +49,19 @@ RECIPES = {
 """Commands that run a recipe."""
 OTHERS = """
     check plan check-environment check-loss doctor make-tiny serve serve-reward
-    migrate report watch compare bisect replay eval chat export join
+    migrate report watch bisect replay eval chat export join
 """.split()
 """The other commands, each with a module of its name in this folder."""
 COMMANDS = RECIPES | {name: f"trainer.cli.{name.replace('-', '_')}.main" for name in OTHERS}
 """Command -> its recipe, or a function of its arguments; the module's docstring is its help."""
 ASKS_FOR_HELP = {"-h", "--help"}
 PREFERENCE_LOSSES = {"hinge", "ipo", "kto", "orpo", "simpo"}
-OTHER_WORDS = {"train": ["ppo"], "explain": ["check", "--full"], "rm": ["reward-model"]}
+OTHER_WORDS = {
+    "train": ["ppo"],
+    "explain": ["check", "--full"],
+    "rm": ["reward-model"],
+    "compare": ["bisect"],
+}
 
 
 def main() -> None:
@@ -126,7 +130,7 @@ def main() -> None:
             sys.exit(f"error: {printable(str(err))}")
 
 
-NEEDS = {"report": "records", "compare": "records", "replay": "all"}
+NEEDS = {"report": "records", "bisect": "records", "replay": "all"}
 """Commands that read runs -> which files of a remote run they need; others need weights."""
 
 

@@ -19,8 +19,8 @@ from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import LATEST
 from trainer.run_folder.timeline import Timeline
 from trainer.run_folder.tracking import JsonLines
-from trainer.tools.compare.tables import read_runs
 from trainer.tools.report.page import write_report
+from trainer.tools.report.read import read_run
 from verl_like.errors import CheckpointError, DamagedCheckpointError
 from verl_like.files import fingerprint
 from workers.training.manifest import read_manifest
@@ -222,7 +222,7 @@ def test_damaged_metrics_and_timelines_are_reported_compared_and_cut_back(
     (run / "rollouts" / "1.jsonl").write_bytes(content)
     assert write_report(run).is_file()
     shutil.copytree(run, tmp_path / "copy")
-    assert [list(side.data.calls) for side in read_runs([run, tmp_path / "copy"])] == [[], []]
+    assert [list(read_run(folder).calls) for folder in (run, tmp_path / "copy")] == [[], []]
 
     resumed = checkpoints(run)
     assert all("step" in line for line in RunResult.of(composed(run), "actor").metrics)

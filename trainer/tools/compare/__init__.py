@@ -1,1 +1,0 @@
-"""Compare several runs: settings, results, and times."""
