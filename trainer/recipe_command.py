@@ -26,13 +26,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 
-from trainer.config.compose import compose_tree, known_settings, left_out_of, load_config
+from trainer.config.compose import known_settings, load_config
 from trainer.config.devices import devices_of
 from trainer.config.key_errors import unknown_key
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.settings import jobs_of, keys_of
-from trainer.config.unused_keys import annotated_yaml
+from trainer.config.settings import jobs_of
 from trainer.config.yaml_files import register
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import changed
@@ -89,12 +88,10 @@ def run_command(
             settings = [*_settings_of_configuration(recipe, options), *settings]
         if options.cfg:
             exit_on_broken_pipe()
+            from trainer.config.show import composed_yaml
+
             known = known_settings([*defaults, *settings], recipe)
-            tree = compose_tree(known, recipe)
-            recipe.load_registries()  # the comments list the registered names
-            all_keys = options.cfg == "all"
-            left_out = set() if all_keys else left_out_of(tree, keys_of(known), recipe)
-            print(annotated_yaml(tree, recipe.schema, options.resolve, left_out, all_keys), end="")
+            print(composed_yaml(known, recipe, options.resolve, options.cfg == "all"), end="")
             return
         survive_broken_pipes()
         jobs = jobs_of(settings) if options.multirun else []

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import copy
 import logging
-import sys
 import typing
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -27,7 +25,6 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, keys_of, keys_set, overrides_of, parse
 from trainer.config.settle import settle
-from trainer.config.unused_keys import keys_left_out
 from trainer.config.yaml_files import tree_of_files
 from verl_like.errors import ConfigError, nearest
 from workers.config import EnvironmentConfig
@@ -184,16 +181,3 @@ def as_object(tree: DictConfig, recipe: Recipe[C]) -> C:
         raise cause or ConfigError(str(err)) from err
     assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
     return config
-
-
-def left_out_of(tree: DictConfig, keys: Sequence[str], recipe: Recipe[Any]) -> set[str]:
-    """Return the keys of a composed tree that its run does not read; none if this is unknown.
-
-    Conditions may import the user's losses and estimators.
-    """
-    with redirect_stdout(sys.stderr):  # keeps what user code prints out of stdout
-        try:
-            config, _ = settle(recipe, as_object(tree, recipe), keys)
-            return keys_left_out(config)
-        except Exception:  # noqa: BLE001 - user code may raise anything, which the run reports
-            return set()

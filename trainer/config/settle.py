@@ -18,10 +18,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config.devices import devices_of, with_simulated
-from trainer.config.keys import path_to, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.unused_keys import notice_of, unused_in_items, unused_reason
+from trainer.config.unused_keys import notice_of, without_unread
 from verl_like.config_key import changed, freeze
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.roles import expand_roles, roles_by_pool, roles_named
@@ -44,30 +43,8 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
     mapping = drop_preset_names(config.role_mapping, names_below("role_mapping", keys))
     config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
     config, placed = place_roles(recipe, config, keys)
-    config, unused = _without_unread(config, keys)
+    config, unused = without_unread(config, keys)
     return freeze(config), [*about_engine, *completed, *placed, *unused]
-
-
-def _without_unread(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
-    """Reset the keys that the run does not read, and return notices about them.
-
-    Arguments of a registered entry are removed. Without a key, the run may not read others.
-    """
-    schema, default = type(config), type(config)()
-    unused: dict[str, list[str]] = {}
-    left = list(keys)
-    while unread := {name: reason for name in left if (reason := unused_reason(config, name))}:
-        for name, reason in unread.items():
-            unused.setdefault(reason, []).append(name)
-            left.remove(name)
-            key = path_to(schema, name)[-1]
-            value = read(default, key.name)
-            if key.rules.arguments_of and name != key.name:
-                value = dict(read(config, key.name))
-                value.pop(name.removeprefix(f"{key.name}."), None)
-            config = changed(config, {key.name: value})
-    notices = [notice_of(names, reason) for reason, names in unused.items()]
-    return config, [*notices, *unused_in_items(config, keys)]
 
 
 def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:

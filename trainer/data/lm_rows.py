@@ -234,7 +234,8 @@ def cut_rows(
     """Cut sides to `max_length` tokens; return the rows, and a sentence with the counts.
 
     A row is dropped if a side is left without a token in the loss, or if another side equals the
-    first. The sentence calls the rows `kind`, and says `why` rows are dropped.
+    first; it is an error if none is left. The sentence calls the rows `kind`, and says `why` rows
+    are dropped.
     """
     good: list[EncodedRow] = []
     num_truncated = 0
@@ -245,10 +246,16 @@ def cut_rows(
         if teaches(row.sides):
             good.append(row)
     skipped = f", {num_bad} malformed and skipped" if num_bad else ""
-    return good, (
+    story = (
         f"{key}: {len(rows) + num_bad} {kind}{skipped}; {num_truncated} truncated to {max_length} "
         f"tokens; {len(rows) - len(good)} dropped because afterwards {why}"
     )
+    if not good:
+        raise ConfigError(
+            f"{story}. No {kind.removesuffix('s')} is left to train or validate on. Fix the rows, "
+            f"or raise {key.partition('.')[0]}.max_length."
+        )
+    return good, story
 
 
 logger = logging.getLogger(__name__)
@@ -280,11 +287,6 @@ def read_lm_rows(
         sides = [row.sides[0] for row in encoded]
         encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
     rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "no token is in the loss")
-    if not rows:
-        raise ConfigError(
-            f"{story}. No row is left to train or validate on. Fix the rows, or raise "
-            f"{key.partition('.')[0]}.max_length."
-        )
     logger.info("%s", story)
     return [row.sides[0] for row in rows]
 

@@ -96,11 +96,6 @@ def read_pairs(
     encoded, num_bad = encode_rows(key, files, "pairs", encode, tokenizer, on_bad_row, limit)
     why = "a response is empty, or both sides are equal"
     rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, why)
-    if not rows:
-        raise ConfigError(
-            f"{story}. No pair is left to train or validate on. Fix the rows, or raise "
-            f"{key.partition('.')[0]}.max_length."
-        )
     logger.info("%s", story)
     return [PairRow(row.sides[0], row.sides[1], row.numbers[0]) for row in rows]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig
 from workers.models.causal_lm import language_half
-from workers.models.quantize import QuantizedWeight, make_room, quantizable
+from workers.models.quantize import QuantizedWeight, linears_of, make_room
 
 BLOCK = 64
 """Consecutive weights that share a scale."""
@@ -90,13 +90,7 @@ def bitsandbytes() -> Any:
 
 def quantize_base(module: Any) -> None:
     """Make the linear weights of the language half 4-bit; each is quantized when it is written."""
-    layers = [layer for _, layer in quantizable(language_half(module))]
-    if not layers:
-        raise ConfigError(
-            f"quantization=nf4: a model of type {module.config.model_type!r} has no linear layers "
-            "(torch.nn.Linear) outside its head. Leave out quantization."
-        )
-    for layer in layers:
+    for layer in linears_of(language_half(module), "nf4"):
         make_room(layer, NF4Weight)
 
 

@@ -208,22 +208,29 @@ def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             yield name, child
 
 
+def linears_of(module: Any, quantization: str) -> list[nn.Linear]:
+    """Return the layers of `quantizable`; it is an error if there is none."""
+    layers = [layer for _, layer in quantizable(module)]
+    if not layers:
+        raise ConfigError(
+            f"quantization={quantization}: a model of type {module.config.model_type!r} has no "
+            "linear layers (torch.nn.Linear) outside its head. Leave out quantization."
+        )
+    return layers
+
+
 def quantize_linears(module: nn.Module, device: torch.device) -> None:
     """Make the weights of linear layers int8; each is quantized when it is written."""
     check_device(device.type)
     check_quantizable(module)
-    for _, layer in list(quantizable(module)):
+    for layer in linears_of(module, "int8"):
         make_room(layer, Int8Weight)
 
 
-def check_quantizable(module: nn.Module) -> None:
+def check_quantizable(module: Any) -> None:
     """Reject a model without layers that can be int8, or one for which int8 is too inaccurate."""
+    linears_of(module, "int8")
     support = Support.of(module.config)
-    if not any(quantizable(module)):
-        raise ConfigError(
-            f"quantization=int8: a model of type {support.model_type!r} has no linear layers "
-            "(torch.nn.Linear) outside its head. Leave out quantization."
-        )
     if reason := support.why_not("int8"):
         raise ConfigError(
             f"quantization=int8: a model of type {support.model_type!r} cannot be rounded to int8 "

@@ -12,7 +12,7 @@ from trainer.async_training.recipe import ASYNC
 from trainer.config.keys import config_keys, field_docs, leaf_keys
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.unused_keys import keys_left_out, without_keys
+from trainer.config.show import keys_left_out, without_keys
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO

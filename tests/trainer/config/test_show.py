@@ -9,10 +9,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from trainer.config.compose import compose_tree, known_settings, left_out_of
+from trainer.config.compose import compose_tree, known_settings
 from trainer.config.keys import leaf_keys
 from trainer.config.settings import keys_of
-from trainer.config.unused_keys import annotated_yaml
+from trainer.config.show import annotated_yaml, left_out_of
 from trainer.ppo.recipe import PPO
 
 
