@@ -4,7 +4,7 @@
 #   bash tests/run.sh all                   every case, as in CI
 #   bash tests/run.sh [pytest arguments]    the tests that they select
 # Tests marked `slow` run only when selected. run_vllm.sh and run_tinker.sh run those marked `vllm`
-# and `tinker`; run_base.sh runs the README's first commands without the packages for tests.
+# and `tinker`; run_user.sh runs the README's first commands without the packages for tests.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 unset PYTHONDONTWRITEBYTECODE # with it, pip would compile every file

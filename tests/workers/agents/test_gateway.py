@@ -88,9 +88,9 @@ def test_asynchronous_and_streamed_requests_give_the_same_bits(play: Play, name:
     assert_same_bits(play(name), play("counts"))
 
 
-@pytest.mark.parametrize("package", ["litellm", "smolagents", "dspy"])
+@pytest.mark.parametrize("package", ["litellm", "langchain", "smolagents", "dspy"])
 def test_the_agent_that_a_page_prints_for_a_package_plays_a_turn(play: Play, package: str) -> None:
-    pytest.importorskip(package)
+    pytest.importorskip({"langchain": "langchain_openai"}.get(package, package))
     arguments = {"row": {"function": f"with_{package}"}}
     [played] = play("with_package", arguments=arguments)
     assert not played.problem
