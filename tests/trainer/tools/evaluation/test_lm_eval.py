@@ -34,7 +34,7 @@ def test_lm_eval_finds_the_same_accuracy(tmp_path: Path, monkeypatch: pytest.Mon
     rows = [
         {
             "prompt": [{"role": "user", "content": f"What is {a} + {b}?"}],
-            "answer": str(a + b),
+            "answer": f"#### {a + b}",
         }
         for a, b in ROWS
     ]
