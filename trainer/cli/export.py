@@ -24,10 +24,12 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.run_folder.folder import MODEL
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
 from verl_like.files import why_not_writable
 from verl_like.terminal import usage_of
+from workers.training.manifest import ADAPTER
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -50,7 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     if problem := why_not_writable(out):
         raise ConfigError(f"{out} cannot be written: {problem}. Choose another folder.")
 
-    is_inside = options.adapter or options.average
+    has_adapter = Path(options.checkpoint, MODEL, ADAPTER).is_dir()
+    is_inside = options.average or (options.adapter and not has_adapter)
     saved = find_saved_model(
         options.checkpoint, options.role, options.model, in_checkpoint=is_inside
     )

@@ -26,7 +26,7 @@ from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, DamagedCheckpointError, nearest
 from workers.config import ModelConfig
 from workers.models.folder import is_on_hub, model_folder
-from workers.training.manifest import MANIFEST, MARKER, read_manifest, reject_changed
+from workers.training.manifest import ADAPTER, MANIFEST, MARKER, read_manifest, reject_changed
 
 SECTIONS = ("{role}.model", "actor_rollout_ref.model", "model")
 """Sections where a configuration may have the model of a role; the first existing one counts."""
@@ -57,9 +57,14 @@ class SavedModel:
         """
         if self.folder.name == MODEL:
             reject_damaged(self.folder)
+            adapter = self.folder / ADAPTER
+            if as_adapter:
+                shutil.copytree(adapter, out, dirs_exist_ok=True)
+                return
             for name in read_marker(self.folder)["files"]:
-                (out / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(self.folder / name, out / name)
+                if adapter not in (self.folder / name).parents:
+                    (out / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(self.folder / name, out / name)
             return
         from workers.training.checkpoint_export import export_checkpoint
 

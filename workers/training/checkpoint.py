@@ -31,10 +31,16 @@ from verl_like.files import file_fault, fingerprint, replace_folder
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
-from workers.models.tensor_files import WRITE_NOW
+from workers.models.tensor_files import WRITE_NOW, FileWriter
 from workers.parallel.collectives import Ranks
 from workers.training.file_copies import BackgroundSaves
-from workers.training.manifest import loaded_files, read_manifest, reject_damaged, write_manifest
+from workers.training.manifest import (
+    ADAPTER,
+    loaded_files,
+    read_manifest,
+    reject_damaged,
+    write_manifest,
+)
 from workers.training.shards import read_shards, stored_tensors, write_shards
 from workers.weights.module_writer import describe_problems
 
@@ -101,13 +107,7 @@ class CheckpointMixin(BackgroundSaves):
             ranks.run_on_all(lambda: write_shards(tensors, shards, ranks.mine, num_holders, writer))
         if "extra" in contents:
             ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
-        if engine.model_config.lora_rank > 0:
-            with engine.running():  # collective
-                adapter = [(name, tensor.cpu()) for name, tensor in engine.full_trained_tensors()]
-            folder, module = part / "lora_adapter", engine.whole_module
-            ranks.run_on_first(
-                lambda: save_adapter(folder, module, engine.model_config, adapter, writer)
-            )
+        self._write_adapter(ranks, part, writer)
         if "hf_model" in contents:
             from workers.training.hf_export import export_huggingface
 
@@ -133,6 +133,17 @@ class CheckpointMixin(BackgroundSaves):
         ranks = Ranks(self.engine.groups.world, f"the model {path} was not written")
         is_first = ranks.mine == 0
         ranks.run_on_all(lambda: export_huggingface(self.engine, Path(path), is_first))
+        self._write_adapter(ranks, Path(path), WRITE_NOW)
+
+    def _write_adapter(self, ranks: Ranks, folder: Path, writer: FileWriter) -> None:
+        """Write the adapter of a LoRA model into `folder`, in peft's format."""
+        engine = self.engine
+        if engine.model_config.lora_rank == 0:
+            return
+        with engine.running():  # collective
+            adapter = [(name, tensor.cpu()) for name, tensor in engine.full_trained_tensors()]
+        out, module = folder / ADAPTER, engine.whole_module
+        ranks.run_on_first(lambda: save_adapter(out, module, engine.model_config, adapter, writer))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -12,6 +12,8 @@ from verl_like.files import check_form, file_fault, read_json_object, write_whol
 MANIFEST = "manifest.json"
 MARKER = "commit.json"
 """The file that a run writes last in a checkpoint or a final model: `trainer.run_folder.folder`."""
+ADAPTER = "lora_adapter"
+"""The folder for peft in a checkpoint or a final model with LoRA."""
 FORMAT = 2
 """Format of `shards/`; format 1 was a custom format."""
 NUMBERS = ("step", "num_ranks", "schedule_step", "skipped_steps", "skipped_in_a_row")

@@ -57,6 +57,31 @@ def test_a_run_folder_becomes_a_model_folder(
     assert AutoTokenizer.from_pretrained(tmp_path / "out").pad_token == "<pad>"
 
 
+def test_a_finished_lora_run_has_its_adapter_without_a_checkpoint(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    rows = [{"prompt": "say a", "response": "aaa"}] * 2
+    base, run = tiny_dir / "model", tmp_path / "run"
+    keys = {"model.lora_rank": 2, "trainer.save_freq": -1}
+    SFT(base, rows, save_to=run, batch_size=2, lr=0.1, logger=[], **keys).fit()
+    verl_like(monkeypatch, "export", str(run), str(tmp_path / "adapter"), "--adapter")
+    verl_like(monkeypatch, "export", str(run), str(tmp_path / "merged"))
+    assert not (tmp_path / "merged" / "lora_adapter").exists()
+    adapted = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter"
+    )
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    theirs = adapted.merge_and_unload().state_dict()
+    untrained = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    assert any(not torch.equal(ours[name], untrained[name]) for name in ours)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight)
+
+
 def test_a_folder_with_files_is_rejected(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         SystemExit,
