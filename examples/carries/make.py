@@ -23,7 +23,8 @@ SPLITS = {"sft": 20_000, "train": 20_000, "val": 1_000}
 
 def make_sums() -> dict[str, list[tuple[int, int]]]:
     """Return the sums of each split; none is another one with its numbers swapped."""
-    rng, pairs = random.Random(0), {}
+    rng = random.Random(0)
+    pairs: dict[tuple[int, int], tuple[int, int]] = {}
     while len(pairs) < sum(SPLITS.values()):
         a, b = rng.randint(100, 999), rng.randint(100, 999)
         pairs.setdefault((min(a, b), max(a, b)), (a, b))
