@@ -2,8 +2,8 @@
 # A model of 1.1 million weights learns sums such as 478+365, by SFT and then by GRPO, on one CPU core:
 #   bash examples/carries/run.sh [key=value ...]
 # Settings go to GRPO: `trainer.seed=2`. ALGORITHM=ppo runs PPO with a critic instead. RUN_DIR=<folder> sets the run
-# folder (default runs/carries), PYTHON a Python that has this project; without it, the script makes .venv and installs
-# the project there. docs/carries.md shows the result.
+# folder (default runs/carries), SFT_STEPS=<number> the steps of SFT (default 600), PYTHON a Python that has this
+# project; without it, the script makes .venv and installs the project there. docs/carries.md shows the result.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source examples/stoppable.sh
@@ -32,7 +32,7 @@ else
     stoppable "${verl_like[@]}" sft "${common[@]}" \
         model.path="$run_dir/data/model" data.train_files="$run_dir/data/sft.parquet" \
         data.max_length=24 data.train_batch_size=256 optim.lr=6e-4 optim.lr_warmup_steps=50 \
-        trainer.total_training_steps=600 trainer.default_local_dir="$run_dir/sft"
+        trainer.total_training_steps="${SFT_STEPS:-600}" trainer.default_local_dir="$run_dir/sft"
 fi
 
 echo "== ${algorithm^^}"
