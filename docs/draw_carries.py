@@ -1,7 +1,7 @@
-"""Draw docs/images/carries.svg: the accuracy of runs of examples/carries, with a band for the seeds.
+"""Draw docs/images/carries.svg: the accuracy of runs of examples/carries, with a band for seeds.
 
-    python docs/draw_carries.py GRPO=RUN,RUN,... PPO=RUN,RUN,...    runs, whose numbers it also stores
-    python docs/draw_carries.py                                     from docs/data/carries.json
+    python docs/draw_carries.py GRPO=RUN,RUN,... PPO=RUN,RUN,...    store their numbers, and draw
+    python docs/draw_carries.py                                     draw docs/data/carries.json
 
 The line is the mean over the seeds; the band reaches from the lowest seed to the highest.
 """
