@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import re
 from fnmatch import fnmatchcase
 
@@ -57,6 +58,13 @@ def test_the_clip_of_the_picture_is_that_of_the_loss() -> None:
     ratios, good = clip.losses(1.0)
     flat = [ratio for ratio, loss in zip(ratios, good, strict=True) if loss == good[-1]]
     assert min(flat) == pytest.approx(1.2, abs=0.011)
+
+
+def test_the_pictures_of_results_have_the_curves_of_the_data() -> None:
+    results = load("docs/draw_results.py")
+    for name, stored in json.loads(results.DATA.read_text("utf-8")).items():
+        label = results.LABELS[stored["metric"]]
+        assert words(f"{name}.svg") == {*stored["curves"], label, "step"}, "run: draw_results.py"
 
 
 @pytest.mark.parametrize("page", ["ppo_explained.md"])
