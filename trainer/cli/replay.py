@@ -1,7 +1,6 @@
 """usage: verl-like replay RUN --step K [--stage score|estimate|update] [--break]
            [--with KEY=VALUE] [--without SAMPLE] [--blame [METRIC]]
            [--from-start] [--backend local|run]
-       verl-like replay RUN --trajectory UID[/INDEX] [--live]
 
 Repeats step K of the run folder RUN in a temporary folder, from the newest
 checkpoint before it: same samples, same numbers. RUN is only read.
@@ -29,11 +28,6 @@ that differ in any bit, at most 20; the exit code is then 1. Runs of
                      in this process, so breakpoint() also works in their code
   --from-start       if no earlier checkpoint exists: repeat all K steps from
                      the beginning
-  --trajectory UID   only the samples of that uid in rollouts/, played against
-                     the observations that trainer.batch_steps_to_keep saved in
-                     RUN; names the first different token
-  --live             use the live environment; names the first different
-                     observation
   --backend run      use the run's backend; local (the default) needs no cluster
                      and has the same number of processes
 """
@@ -52,7 +46,6 @@ from omegaconf import OmegaConf
 
 from trainer.observers.saved_batches import STAGES
 from trainer.tools.replay.replay import Replayed, replay
-from trainer.tools.replay.trajectory import ReplayedTrajectory, replay_trajectory
 from trainer.tools.replay.what_if import Blame
 from verl_like.errors import ConfigError
 from verl_like.terminal import usage_of
@@ -69,30 +62,18 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser("verl-like replay", usage_of(__doc__))
     add = parser.add_argument
     add("run", metavar="RUN")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int)
-    which.add_argument("--trajectory")
+    add("--step", type=int)
+    add("--trajectory")
     add("--with", dest="changes", action="append", default=[])
     add("--without", action="append", default=[])
     add("--blame", nargs="?", const="")
-    add("--live", action="store_true")
     add("--stage", choices=STAGES, default="")
     add("--break", dest="breaks", action="store_true")
     add("--from-start", action="store_true")
     add("--backend", choices=("local", "run"), default="local")
     options = parser.parse_args(arguments)
-    if options.trajectory is not None:
-        played = replay_trajectory(
-            Path(options.run),
-            options.trajectory,
-            live=options.live,
-            from_start=options.from_start,
-            backend=options.backend,
-        )
-        print(*[verdict_of(trajectory) for trajectory in played], sep="\n", flush=True)
-        sys.exit(1 if any(trajectory.difference for trajectory in played) else 0)
-    if options.live:
-        parser.error("--live needs --trajectory")
+    if options.step is None:
+        parser.error("give --step K; it also repeats the trajectories of the step's environments")
     if options.without and options.stage in ("score", "update"):
         parser.error("--without changes estimate and update: leave --stage out")
     blame = None if options.blame is None else Blame(options.blame)
@@ -138,15 +119,6 @@ def blame_lines(blame: Blame | None, step: int) -> list[str]:
             f"{effect.num_tokens} tokens, {effect.text[:MOST_TEXT]!r}"
         )
     return lines
-
-
-def verdict_of(trajectory: ReplayedTrajectory) -> str:
-    """Describe whether a trajectory came out equal."""
-    counts = f"{trajectory.num_tokens} tokens sampled in {trajectory.num_turns} turns"
-    subject = f"trajectory {trajectory.name}, {counts}"
-    if trajectory.difference:
-        return f"{subject}: first difference: {trajectory.difference}"
-    return f"{subject}: identical bit for bit"
 
 
 def verdict(result: Replayed, step: int, stage: str) -> str:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_like.errors import RolloutError
 from workers.agents.chat import TurnRenderer
-from workers.agents.host import LATE, EnvironmentHost, RecordedHost
+from workers.agents.host import LATE, EnvironmentHost
 from workers.agents.trajectory import Setting, Times, Trajectory, TrajectoryStart, TrajectoryState
 from workers.columns import ENVIRONMENT
 from workers.rollout.base import RolloutEngine, SamplingParams, TakeBudget
@@ -57,7 +57,7 @@ class TurnLoop:
     def __init__(
         self,
         engine: RolloutEngine,
-        host: EnvironmentHost | RecordedHost,
+        host: EnvironmentHost,
         chat: TurnRenderer,
         config: EnvironmentConfig,
     ) -> None:

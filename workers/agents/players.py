@@ -16,7 +16,7 @@ from verl_like.errors import RolloutError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.calls import forms_of
 from workers.agents.chat import TurnRenderer
-from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, name_of
+from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
 from workers.agents.trajectory import Trajectory, TrajectoryStart
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from workers.config import EnvironmentConfig
 
 ROW_COLUMNS = (
-    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS, RECORDED,
+    "raw_prompt", "data_source", "reward_model", "extra_info", "row_columns", PLAYERS,
 )  # fmt: skip
 """Columns that a trajectory may read, in addition to those that every sample needs."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
@@ -94,10 +94,8 @@ class Players:
             chat = TurnRenderer(
                 self._tokenizer, tools, sampling.stop_token_ids, self._config.history_reasoning
             )
-            is_recorded = RECORDED in data.non_tensor_batch
-            host = RecordedHost(kinds) if is_recorded else self._host
-            self._kinds = host.kinds
-            self._loop = TurnLoop(engine, host, chat, self._config)
+            self._kinds = kinds
+            self._loop = TurnLoop(engine, self._host, chat, self._config)
         starts = _starts(data, seed_of, self._kinds)
         image_tokens = engine.image_reader.stop_ids if IMAGES in data.non_tensor_batch else ()
         return self._loop.submit(starts, sampling, MOST_OPEN, image_tokens)
@@ -131,8 +129,6 @@ def _starts(data: DataProto, seed_of: SeedOf, kinds: Mapping[str, Kind]) -> list
             "data_source": str(columns["data_source"][number]),
             "extra_info": columns["extra_info"][number],
         }
-        if RECORDED in columns:
-            row[RECORDED] = columns[RECORDED][number]
         kind = name_of(kinds, row)
         players = kinds[kind].players
         place = players.index(player) if players else 0

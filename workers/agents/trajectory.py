@@ -23,7 +23,7 @@ import torch
 from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation, with_refs
-from workers.agents.host import BROKEN, EnvironmentHost, RecordedHost
+from workers.agents.host import BROKEN, EnvironmentHost
 from workers.agents.requests import RejectedRequest, overridden, stop_strings
 from workers.chats import images_of
 from workers.columns import ENVIRONMENT
@@ -79,7 +79,7 @@ class TrajectoryStart:
 class Setting:
     """Settings and objects that all trajectories of a loop share."""
 
-    host: EnvironmentHost | RecordedHost
+    host: EnvironmentHost
     chat: TurnRenderer
     config: EnvironmentConfig
     sampling: SamplingParams

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import io
-import re
-import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from examples.best_of_n.best_of_n import BestOfN
 from tests.integration.runs import POLICY_ALONE, lines, overrides
@@ -27,7 +23,6 @@ from trainer.ppo.recipe import PPO
 from trainer.rollouts.turns import chats_of
 from trainer.tools.evaluation.recipe import EVAL
 from trainer.tools.replay.replay import replay
-from trainer.tools.replay.trajectory import _Row, first_difference, replay_trajectory
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 
@@ -116,15 +111,15 @@ def agent_run(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("live", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_requests_of_an_agent_are_replayed_bit_for_bit(agent_run: Path, live: bool) -> None:
+@pytest.mark.slow
+def test_requests_of_an_agent_are_replayed_bit_for_bit(agent_run: Path) -> None:
     """Also where the agent has rewritten its history, and where it was cut off."""
     sample = first_sample(agent_run)
     assert (sample["ended"], sample["score"]) == ("max_turns", 0.25)
     assert lines(agent_run)[-1]["agents/num_segments/mean"] == 2
-    name = f"{sample['uid']}/{sample['sample']}"
-    (replayed,) = replay_trajectory(agent_run, name, live=live)
-    assert (replayed.num_turns, replayed.difference) == (3, "")
+    replayed = replay(agent_run, 2)
+    assert not replayed.differences
+    assert "score" in replayed.compared_batches
 
 
 def test_the_chat_of_an_agent_is_its_last_request(agent_run: Path, tokenizer: Any) -> None:
@@ -145,31 +140,12 @@ def changed_environment(played: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     file.write_text(COUNT)
 
 
-@pytest.mark.parametrize("live", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_trajectory_is_replayed_bit_for_bit(
-    played: Path, live: bool, request: pytest.FixtureRequest
-) -> None:
-    if not live:  # the recorded observations suffice
-        request.getfixturevalue("changed_environment")
-    sample = first_sample(played)
-    name = f"{sample['uid']}/{sample['sample']}"
-    (replayed,) = replay_trajectory(played, name, live=live)
-    assert not replayed.difference
-    turns = [turn["tokens"] for turn in sample["turns"] if turn["role"] == "assistant"]
-    assert (replayed.num_turns, replayed.num_tokens) == (len(turns), sum(turns))
-
-
-def test_the_first_changed_observation_of_an_environment_is_named(
+def test_a_replay_names_the_trajectories_of_an_environment_that_has_changed(
     played: Path, changed_environment: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="1"):
-        command.main([str(played), "--trajectory", first_sample(played)["uid"], "--live"])
-    shown = [line for line in capsys.readouterr().out.splitlines() if "difference" in line]
-    assert len(shown) == 2
-    for line in shown:
-        assert "first difference: the answer to turn 1: was {" in line
-        assert "'no'" in line.partition(", is ")[0]
-        assert "'never'" in line.partition(", is ")[2]
+        command.main([str(played), "--step", "2"])
+    assert "batch of score: trajectory differs in " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -177,75 +153,6 @@ def test_a_step_of_trajectories_is_replayed_bit_for_bit(played: Path) -> None:
     replayed = replay(played, 2)
     assert not replayed.differences
     assert "score" in replayed.compared_batches
-
-
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("nobody-0", "no such uid in the saved batches of steps 2 to 2, which have"),
-        ("{uid}/99", "has only the samples 0, 1"),
-        ("{uid}/x", "write UID or UID/INDEX"),
-    ],
-)
-def test_an_unknown_trajectory_is_rejected(played: Path, name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        replay_trajectory(played, name.format(uid=first_sample(played)["uid"]))
-
-
-def test_a_replay_without_batches_or_environment_is_rejected(played: Path, tmp_path: Path) -> None:
-    skipped = shutil.ignore_patterns("batches", "global_step_*")
-    copy = shutil.copytree(played, tmp_path / "run", ignore=skipped)
-    with pytest.raises(ConfigError, match=r"has no batch\. .*trainer\.batch_steps_to_keep=N"):
-        replay_trajectory(copy, "0-0")
-    config = copy / "config.yaml"
-    config.write_text(config.read_text().replace(f"{played.parent}/count.py:Count", "''"))
-    with pytest.raises(ConfigError, match="without an environment"):
-        replay_trajectory(copy, "0-0")
-
-
-ROW = _Row(
-    prompt=[1, 2],
-    tokens=[3, 4, 5, 6],
-    turns=[0, 0, 0, 1],
-    is_sampled=torch.tensor([True, False, False, True]),
-    log_probs=torch.tensor([-1.0, torch.nan, torch.nan, -2.0]),
-    answers=[{"text": "go"}, {"messages": [], "reward": 0.0}, {"end": True, "reward": 1.0}],
-    ended="terminated",
-)
-
-
-def changed_answer(place: int, **changes: Any) -> list[Any]:
-    return [{**row, **(changes if n == place else {})} for n, row in enumerate(ROW.answers)]
-
-
-@pytest.mark.parametrize(
-    ("now", "words"),
-    [
-        ({}, ""),
-        ({"answers": changed_answer(0, text="come")}, "the first observation: was {'text': 'go'}"),
-        (
-            {"answers": ROW.answers[:2]},
-            "the answer to turn 2: was {'end': True, 'reward': 1.0}, is",
-        ),
-        ({"tokens": [3, 4, 5, 9]}, r"token 3 of the response, in turn 2: was 6 \("),
-        (
-            {"tokens": [9, 4, 5, 6], "answers": changed_answer(1, reward=1.0)},
-            "token 0 of the response, in turn 1",
-        ),
-        (
-            {"tokens": [3, 4, 9, 9], "answers": changed_answer(1, reward=1.0)},
-            "the answer to turn 1",
-        ),
-        ({"tokens": [3, 4, 5], "turns": [0, 0, 0]}, "token 3 .* is none"),
-        ({"tokens": [3, 9, 5, 6]}, "the observed tokens"),
-        ({"log_probs": ROW.log_probs + 1e-6}, "the log-prob of token 0 of the response: was -1.0"),
-        ({"ended": "length"}, "its end: was terminated, is length"),
-    ],
-)
-def test_the_first_difference_is_named(now: dict[str, Any], words: str, tokenizer: Any) -> None:
-    difference = first_difference(ROW, replace(ROW, **now), tokenizer)
-    assert re.match(words, difference)
-    assert bool(difference) == bool(words)
 
 
 def test_an_evaluation_has_the_validation_metrics_of_the_run(

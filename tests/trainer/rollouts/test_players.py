@@ -17,7 +17,6 @@ from trainer.observers.saved_batches import batch_file
 from trainer.ppo.config import FilterGroupsConfig
 from trainer.ppo.sample import collect_groups
 from trainer.rollouts.samples import repeat_prompts
-from trainer.tools.replay.trajectory import replay_trajectory
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import PLAYERS
@@ -40,7 +39,7 @@ def by_hand(scores: list[float]) -> list[float]:
 
 
 def test_players_are_trained_in_separate_groups(tiny_dir: Path, tmp_path: Path) -> None:
-    more = ("trainer.batch_steps_to_keep=2", "trainer.save_freq=1")
+    more = ("trainer.batch_steps_to_keep=2",)
     play(tiny_dir, tmp_path / "run", *FOUR_SAMPLES, *more, DUEL)
     samples = rows(tmp_path / "run")
     assert len(samples) == 8 == lines(tmp_path / "run")[0]["training/num_hash_matched_samples"]
@@ -57,9 +56,6 @@ def test_players_are_trained_in_separate_groups(tiny_dir: Path, tmp_path: Path) 
         scores[row["uid"], row["sample"]] = row["score"]
     assert len({uid for uid, _ in scores}) == 4
     assert {index for _, index in scores} == {0, 1}
-
-    (replayed,) = replay_trajectory(tmp_path / "run", samples[1]["uid"] + "/1")
-    assert replayed.difference == ""
 
     batch = DataProto.load_from_disk(batch_file(tmp_path / "run", 1, "update"))
     advantages, mask = batch.padded("advantages"), batch.padded("response_mask").bool()

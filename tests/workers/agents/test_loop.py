@@ -20,7 +20,7 @@ from tests.workers.rollout_engines import load
 from verl_like.errors import ConfigError
 from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
-from workers.agents.host import RECORDED, EnvironmentHost, Kind, RecordedHost, name_of
+from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.loop import TurnLoop
 from workers.agents.players import trajectory_columns
@@ -49,7 +49,7 @@ def fresh_engine(model: Any, limits: EngineLimits = LIMITS) -> NativeRolloutEngi
 def new_loop(
     model: Any,
     tokenizer: Any,
-    host: EnvironmentHost | RecordedHost,
+    host: EnvironmentHost,
     limits: EngineLimits = LIMITS,
     **settings: Any,
 ) -> TurnLoop:
@@ -477,12 +477,30 @@ def test_an_environment_that_ends_while_the_engine_samples_is_retried(
     assert loop._engine.num_running == 0
 
 
+class OddCalls(ScriptedHost):
+    """A host whose environments end each trajectory after its first text."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, dict[str, Any]]] = []
+
+    def open(self, number: Any, *_: Any) -> None:
+        self.asked.append((number, {"text": None}))
+
+    def say(self, *arguments: Any) -> None:
+        end = {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}
+        self.asked.append((arguments[0], end))
+
+    def answers(self, seconds: float) -> list[tuple[int, dict[str, Any]]]:
+        asked, self.asked = self.asked, []
+        return asked
+
+
 def test_a_text_like_a_call_in_another_form_is_noted_once(
     model: Any, tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    replies = [{"text": None}, {"end": True, "reward": 1.0, "call_like": "<odd_tool_call"}]
-    loop = new_loop(model, tokenizer, RecordedHost({}))
-    loop.play(starts(0, 3, **{RECORDED: replies}), sampling_of(tokenizer), 3)
+    host: Any = OddCalls()
+    loop = new_loop(model, tokenizer, host)
+    loop.play(starts(0, 3), sampling_of(tokenizer), 3)
     (notice,) = [message for message in caplog.messages if "odd_tool" in message]
     assert "looks like a call" in notice
     assert "environment.tool_call_parser" in notice

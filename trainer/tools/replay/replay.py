@@ -153,13 +153,14 @@ def replay(
         on_made(folder)
         now = {"step": step, **request.metrics}
         names = counted(request.metrics if stage else was.keys() | now.keys())
-        differences, compared = differing_metrics(was, now, names), []
+        differences, compared = list[str](), list[str]()
         for name in STAGES:
             old, new = (batch_file(source, step, name) for source in (saved.folder, folder))
             if old.is_file() and new.is_file():
                 compared.append(name)
                 lines = differing_columns(old, new)
                 differences += [f"batch of {name}: {line}" for line in lines]
+        differences += differing_metrics(was, now, names)
     what_if = what_changed(was, now, request) if changes or without else []
     return Replayed(start, len(names), compared, differences, what_if)
 
@@ -248,8 +249,6 @@ class ReplayRequest:
     """Empty: the whole step."""
     breaks: bool = False
     """True if the debugger is entered right before the step or stage."""
-    instead: Callable[[Any], Metrics] | None = None
-    """A function that replaces the step."""
     without: Sequence[str] = ()
     """Names of samples to leave out."""
     blame: Blame | None = None
@@ -287,11 +286,8 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
             if self.global_step != request.step:
                 return super().step()  # type: ignore[no-any-return]
             self.run.end_reason = f"step {request.step} was replayed"
-            if request.instead is not None or request.stage:
-                self.has_validation = False
-            if request.instead is not None:
-                return request.instead(self)
             if request.stage:
+                self.has_validation = False
                 return one_stage(self, request)
             if request.breaks:
                 breakpoint()  # noqa: T100 - `step` goes into the run's own step
