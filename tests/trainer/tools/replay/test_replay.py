@@ -147,7 +147,7 @@ def test_a_changed_number_and_a_changed_row_are_named(copied: Path) -> None:
     batch.batch["advantages"][5, 0] = -0.125
     batch.save_to_disk(path)
 
-    loss, advantages = replay(copied, 3).differences
+    advantages, loss = replay(copied, 3).differences
     assert loss.startswith(f"actor/pg_loss was {metrics[2]['actor/pg_loss']!r}, is ")
     assert advantages == "batch of update: advantages differs in 1 of 8 rows, first in row 5"
 
