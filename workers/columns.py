@@ -77,6 +77,8 @@ def _loaded(name: str, note: str = "") -> Column:
     return Column(name, "[rows]", "object", note, is_loaded=True)
 
 
+TRAJECTORY = "trajectory"
+"""Column with each trajectory's data, except its tokens."""
 ROUTED = "routed_experts"
 """Column of the experts that the rollout's routers chose for every token."""
 COLUMNS: dict[str, Column] = {
@@ -105,7 +107,7 @@ COLUMNS: dict[str, Column] = {
         _generated("turn", "[rows, R]", "int64", " (trajectories)"),
         _generated("environment_rewards", "[rows, R]", "float32", " (trajectories)"),
         _generated("ended", "[rows]", "object", " (trajectories)"),
-        _generated("trajectory", "[rows]", "object", " (trajectories)"),
+        _generated(TRAJECTORY, "[rows]", "object", " (trajectories)"),
         Column("response_text", "[rows]", "object", "the first stage that decodes responses"),
         _of_role("old_log_probs", "actor.compute_log_prob"),
         _of_role("entropys", "actor.compute_log_prob"),

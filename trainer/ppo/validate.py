@@ -18,9 +18,8 @@ import numpy as np
 from trainer.data.prompts import PromptSet
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import EXTRA, concat_rows, repeat_prompts
-from trainer.rollouts.turns import played_metrics
 from verl_like.batch.protocol import DataProto
-from workers.columns import count_ones, sample_scores
+from workers.columns import TRAJECTORY, count_ones, sample_scores
 from workers.rewards.outcome import VOTE
 
 BEST_KNOWN = ("mean", "maj", "best")
@@ -51,7 +50,11 @@ def name_metrics(samples: DataProto) -> dict[str, float]:
         metrics |= _source_metrics(samples, source, sources == source)
     lengths = count_ones(samples, "response_mask").double()
     metrics["val-aux/response_length/mean"] = lengths.mean().item()
-    return metrics | {f"val-aux/{name}": value for name, value in played_metrics(samples).items()}
+    if TRAJECTORY in samples.non_tensor_batch:
+        from trainer.rollouts.turns import played_metrics
+
+        metrics |= {f"val-aux/{name}": value for name, value in played_metrics(samples).items()}
+    return metrics
 
 
 def _source_metrics(samples: DataProto, source: str, rows: Any) -> dict[str, float]:

@@ -15,7 +15,6 @@ from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Trainer
 from trainer.record import Metrics
 from trainer.rollouts.samples import thin_old_samples, thin_samples, write_samples
-from trainer.rollouts.turns import waits_for_environments
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import CallResult
@@ -70,6 +69,8 @@ class Rollouts:
     def note_environments(self, samples: DataProto, role: str, stage: str) -> None:
         """Add the time in which trajectories waited for environments to the timeline."""
         if has_environment(self.config):
+            from trainer.rollouts.turns import waits_for_environments
+
             pool = self.run.groups.placement.role_mapping[role]
             where = {"pool": pool, "stage": stage, "step": self.run.step}
             self.run.calls += [call | where for call in waits_for_environments(samples)]

@@ -15,12 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.rollouts.turns import TRAJECTORY, turn_fields
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_lines, write_whole
-from workers.columns import IMAGES, PLAYERS, player_uid, read_column, sample_scores, token_rows
+from workers.columns import (
+    IMAGES,
+    PLAYERS,
+    TRAJECTORY,
+    player_uid,
+    read_column,
+    sample_scores,
+    token_rows,
+)
 from workers.rewards.manager import decode_responses, decode_rows
 
 EXTRA = "reward_extra/"
@@ -111,7 +118,10 @@ def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
             [{"path": path, "sha": sha} for path, sha, *_ in refs] for refs in columns[IMAGES]
         ]
         fields["images"] = images
-    fields |= turn_fields(batch, tokenizer)
+    if TRAJECTORY in columns:
+        from trainer.rollouts.turns import turn_fields
+
+        fields |= turn_fields(batch, tokenizer)
     if "policy_version" in batch.columns:
         fields["weight_version"] = read_column(batch, "policy_version").tolist()
     for name, column in columns.items():

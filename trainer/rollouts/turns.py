@@ -9,15 +9,13 @@ import numpy as np
 
 from verl_like.batch.protocol import DataProto
 from workers.chats import texts_of
-from workers.columns import sample_scores, token_rows
+from workers.columns import TRAJECTORY, sample_scores, token_rows
 from workers.rewards.manager import decode_rows
 from workers.rewards.outcome import is_success
 
 if TYPE_CHECKING:
     from workers.agents.chat import Message
 
-TRAJECTORY = "trajectory"
-"""Column with each trajectory's data, except its tokens."""
 POLICY = "assistant"
 DIGITS = 6
 """Decimal places of seconds."""
@@ -28,16 +26,14 @@ Turn = dict[str, Any]
 
 
 def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
-    """Map fields of trajectories to values, one per row; {} without an environment.
+    """Map fields of trajectories to values, one per row.
 
     The field `turns` is a list of {role, text, reward}. A turn of the policy has the environment's
     reward, and also its number of tokens, the number of tokens observed after it, and its seconds.
     Observations, and older responses that an agent sends again, have no reward and none of the
     other fields. The first observation is part of the prompt.
     """
-    infos = batch.non_tensor_batch.get(TRAJECTORY)
-    if infos is None:
-        return {}
+    infos = batch.non_tensor_batch[TRAJECTORY]
     sampled_ids: list[list[int]] = []
     turns_of_rows: list[list[Turn]] = []
     rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), infos, strict=True)
@@ -62,14 +58,14 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
 
     The messages begin with the row's prompt, or where the agent last restarted its chat.
     """
-    fields = turn_fields(batch, tokenizer)
-    if not fields:
+    columns = batch.non_tensor_batch
+    if TRAJECTORY not in columns:
         return [None] * len(batch)
     from workers.agents.chat import with_observation
 
     chats: list[list[Message] | None] = []
-    columns = batch.non_tensor_batch
-    rows = zip(columns["raw_prompt"], columns[TRAJECTORY], fields["turns"], strict=True)
+    turns_of_rows = turn_fields(batch, tokenizer)["turns"]
+    rows = zip(columns["raw_prompt"], columns[TRAJECTORY], turns_of_rows, strict=True)
     for prompt, info, turns in rows:
         requests = [answer.get("request", {"extends": True}) for answer in info["answers"]]
         place = max((n for n, request in enumerate(requests) if not request["extends"]), default=0)
@@ -83,15 +79,13 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
 
 
 def played_metrics(batch: DataProto) -> dict[str, float]:
-    """Return metrics of success, turns, ends and tool calls; {} without an environment.
+    """Return metrics of success, turns, ends and tool calls of trajectories.
 
     A trajectory is a success if its score is 1 or more and its environment did not fail.
     """
-    infos = batch.non_tensor_batch.get(TRAJECTORY)
-    if infos is None:
-        return {}
     from workers.rewards.environment import trajectory_metrics
 
+    infos = batch.non_tensor_batch[TRAJECTORY]
     names = ("agents/num_turns", "agents/num_call", "agents/ended", "agents/by_environment")
     every = trajectory_metrics(infos.tolist())
     metrics = {name: value for name, value in every.items() if name.startswith(names)}

@@ -14,10 +14,10 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from workers.weights.channel import Channel, SyncReport
 from workers.weights.checksum import NamedTensors
-from workers.weights.connection import Connections
 from workers.weights.module_writer import describe_problems
 
 if TYPE_CHECKING:
+    from workers.weights.connection import Connections
     from workers.weights.host_copy import HostCopy
 
 
@@ -43,6 +43,8 @@ class WeightReceiver:
     @cached_property
     def connections(self) -> Connections:
         """Connections to the sender, reused in later syncs."""
+        from workers.weights.connection import Connections
+
         return Connections()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -21,9 +21,9 @@ from verl_like.errors import WeightSyncError
 from workers.models.lora import adapter_layout
 from workers.weights.channel import HOST, Channel, PublishReport, SyncReport, fill_buckets
 from workers.weights.checksum import NamedTensors
-from workers.weights.connection import Connections
 
 if TYPE_CHECKING:
+    from workers.weights.connection import Connections
     from workers.weights.host_copy import SentTensors
     from workers.weights.snapshots import Snapshots
 
@@ -57,6 +57,8 @@ class WeightSender:
     @cached_property
     def connections(self) -> Connections:
         """Connections to the receivers, reused in later syncs."""
+        from workers.weights.connection import Connections
+
         return Connections()
 
     @cached_property
