@@ -106,7 +106,7 @@ class Hooks:
         """Called when the checkpoint in `folder` is committed, so a resume can find it."""
 
     def on_train_end(self) -> None:
-        """Called when an attempt ends, also if it failed, even before `on_train_begin`."""
+        """Called when an attempt ends, even if it failed before `on_train_begin`."""
 
 
 def check_callbacks(callbacks: Sequence[object]) -> None:

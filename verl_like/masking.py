@@ -74,7 +74,7 @@ def mask_with_name(value: str, name: str) -> None:
 
 
 def mask_text(text: str) -> str:
-    """Return the text with the secrets masked that this process knows."""
+    """Return the text, with all secrets that this process knows replaced."""
     for value, name in _by_name.items():
         text = text.replace(value, name)
     for secret in sorted(_known(), key=len, reverse=True):

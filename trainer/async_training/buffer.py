@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 
 class StalledError(VerlLikeError, RuntimeError):
-    """Generators or the trainer wait in vain; the message says who waits for what."""
+    """Generators or the trainer wait forever; the message says who waits for what."""
 
 
 class WeightVersion(NamedTuple):

@@ -11,7 +11,7 @@ dpo; by default ppo), raises the errors that the run would raise before it
 starts a process, tries rewards on a few rows, and prints where roles run and
 whether they fit the GPUs.
 
-  --gpus 8xH100        check for these GPUs (in all), also on a laptop; or
+  --gpus 8xH100        check for these GPUs (in all), even on a laptop; or
                        --gpus 8 --device H100; 80GiB for any GPU of that size
   --full               also print the memory of every role, batch sizes, which
                        keys you, presets and the command changed, and which of

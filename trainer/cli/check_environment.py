@@ -9,7 +9,7 @@ Plays an environment without a model:
 PREFIX:ID names one of another package, such as gymnasium:FrozenLake-v1. Each
 TEXT (default: 1 2 3) is the policy's response in a turn; the last one is
 repeated. It prints the observations, the time per step, and the reward at the
-end. It checks that the same seed gives the same trajectory, also when two run
+end. It checks that the same seed gives the same trajectory, even when two run
 concurrently. If the environment raises, takes longer than --step-timeout-s
 seconds (30) for a reply, has not ended after --max-turns turns (8) or is
 otherwise wrong, the exit code is 1.
@@ -115,7 +115,7 @@ def check(
             "that reset receives, or self.rng, and no clock, file or other process."
         )
     else:
-        lines.append("the same seed gives the same trajectory, also next to a concurrent one")
+        lines.append("the same seed gives the same trajectory, even next to a concurrent one")
     if other.problem:
         problems.append(other.problem)
     if other.answers[0] != first.answers[0]:

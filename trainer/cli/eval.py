@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def model_and_settings(name: str, scratch: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the folder to load, and the settings of its run's validations.
+    """Return the folder to load, and the validation settings of its run.
 
     A checkpoint without an export is exported into `scratch`; a model on the hub is downloaded.
     """

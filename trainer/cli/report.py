@@ -1,8 +1,8 @@
 """usage: verl-like report RUN_DIR
 
 Writes RUN_DIR/report.html: one file that opens in any browser without a
-network. A run writes its report when it ends, also when it fails. This command
-writes it again, also for a run in progress.
+network. A run writes its report when it ends, even if it fails. This command
+writes it again, even for a run in progress.
 
   verl-like report runs/verl_like/ppo
 """

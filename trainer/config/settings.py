@@ -48,7 +48,7 @@ def parse(setting: str) -> Override:
 
 
 def keys_of(settings: Iterable[Override]) -> list[str]:
-    """Return the dotted keys that are set, added or deleted, also inside `section={key: value}`."""
+    """Return the dotted keys that are set, added or deleted, even inside `section={key: value}`."""
     return [key for setting in settings for key in keys_in(setting.key_or_group, setting.value())]
 
 

@@ -52,7 +52,7 @@ def place_of(module: str) -> Path | None:
 
 
 def imported_files(file: Path) -> list[Path]:
-    """Return the files of the user's modules that a Python file imports, also indirectly.
+    """Return the files of the user's modules that a Python file imports, even indirectly.
 
     The file is parsed, including imports inside functions; nothing is executed.
     """

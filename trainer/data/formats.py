@@ -67,8 +67,8 @@ def load_hub_split(name: str, key: str) -> Any:
         return loaded
     if len(loaded) > 1:
         raise ConfigError(
-            f"{key}={name}: the data set has several splits. Add a : and one of "
-            f"{', '.join(loaded)}."
+            f"{key}={name}: the data set has several splits. Append :SPLIT, where "
+            f"SPLIT is one of {', '.join(loaded)}."
         )
     return next(iter(loaded.values()))
 

@@ -93,7 +93,7 @@ def check_messages(column: str, messages: Any) -> None:
 
 
 def readable(value: Any) -> Any:
-    """Replace each lone surrogate with U+FFFD, also inside lists and objects."""
+    """Replace each lone surrogate with U+FFFD, including those in lists and objects."""
     if isinstance(value, str):
         return LONE_SURROGATE.sub("\ufffd", value)
     if isinstance(value, list):

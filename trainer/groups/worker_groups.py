@@ -381,7 +381,7 @@ class WorkerGroups:
         return records
 
     def shutdown(self) -> None:
-        """End every process and release its place."""
+        """End all processes and release their places."""
         with self._life:
             self._is_over = True
         for group in self._fused.values():

@@ -3,7 +3,7 @@
     observers = active_observers(config, recipe)      # once per run; its attempts share them
     trainer = MyTrainer(Run(config, groups, observers), *inputs)
 
-An observer is an object with some of the hooks in `trainer.hooks`. It may also have:
+An observer is an object with some of the hooks in `trainer.hooks`. It can also define:
 
 - `name`, `state_dict` and `load_state_dict`: its state goes into checkpoints
 - `write_files`: writes its files into a checkpoint

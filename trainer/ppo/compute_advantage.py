@@ -3,7 +3,7 @@
 An estimator is a registered name or the dotted path of a user's function. Its parameters are filled
 by name:
 
-- the parameters in `SETTINGS`: as their keys in the configuration say
+- the parameters in `SETTINGS`: from the keys of the configuration that they stand for
 - `index`: from the column uid
 - every other parameter without a default: from the tensor column of its name (token_level_rewards,
   response_mask, values, reward_baselines, or a user's column)

@@ -54,7 +54,7 @@ Keep = Callable[[DataProto, PPOConfig, int], Filtered]
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter, and the facts about it that checks and the graph of a step use."""
+    """A filter, with the facts about it that the checks and the graph of a step need."""
 
     keep: Keep
     is_on: Callable[[PPOConfig], bool]

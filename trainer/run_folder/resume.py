@@ -349,7 +349,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def _file_names(key: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield (key, name) for every string that may name a file, also in lists of sections."""
+    """Yield (key, name) for every string that may name a file, even in lists of sections."""
     if isinstance(value, dict):
         for name, inner in value.items():
             yield from _file_names(f"{key}.{name}", inner)

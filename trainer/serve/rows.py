@@ -170,8 +170,8 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
         for name in needed:
             if name not in fields:
                 raise BatchError(
-                    f"{subject}: the loss {loss.name} needs loss_fn_inputs[{name!r}]; it has "
-                    f"{', '.join(fields) or 'none'}.{nearest(name, fields)}"
+                    f"{subject}: the loss {loss.name} needs loss_fn_inputs[{name!r}]; the datum "
+                    f"has {', '.join(fields) or 'none'}.{nearest(name, fields)}"
                 )
         names = [*needed, *sorted(fields.keys() & optional - {*needed})]
         tensors_of = {name: tensor_of(fields[name], f"{subject}, {name}") for name in names}

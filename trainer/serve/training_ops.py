@@ -206,8 +206,8 @@ class TrainingOps:
         saved = metadata["role"], metadata["rank"], metadata["base_model"]
         if saved != (model.role, model.rank, base):
             raise ConfigError(
-                f"{path} is the {saved[0]} of LoRA rank {saved[1]} on {saved[2]}, but this model "
-                f"is the {model.role} of LoRA rank {model.rank} on {base}."
+                f"{path} was saved by the role {saved[0]} with LoRA rank {saved[1]} on {saved[2]}, "
+                f"but this model is the role {model.role} with LoRA rank {model.rank} on {base}."
             )
         (folder,) = self.checkpoints.place(path).glob("global_step_*")
         with self._lock:

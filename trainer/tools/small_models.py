@@ -1,4 +1,4 @@
-"""The config of a tiny model of a real model's class, with every kind of its layers.
+"""Make the config of a tiny model that has a real model's class and all kinds of its layers.
 
     small = shrunk(config, with_widths=True)
 

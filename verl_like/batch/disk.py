@@ -4,7 +4,7 @@ executed.
 Tensors are stored as they are, ragged columns as values, lengths and starts, numeric and text
 arrays as bytes. One JSON document, stored as a tensor of bytes, holds object columns, `meta_info`
 and the order of all entries. JSON's own types are stored as they are. Tuples, numpy's real numbers
-and strings, and dicts that contain the tag get a tag: `{"!": "tuple", "value": [...]}`. Any other
+and strings, and dicts with the key `!` are tagged: `{"!": "tuple", "value": [...]}`. Any other
 type is rejected.
 """
 

@@ -250,7 +250,7 @@ def _places(lengths: Tensor, starts: Tensor, width: int) -> Tensor:
 
 
 def _bits(tensor: Tensor, of: Tensor | None = None) -> Tensor:
-    """View the tensor as integers, so that copies keep every bit, also of NaN.
+    """View the tensor as integers, so that copies keep every bit, even of NaN.
 
     Return it unchanged if `of` (by default the tensor) requires a gradient, or if no integer has
     its size.

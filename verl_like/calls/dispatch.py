@@ -90,7 +90,7 @@ class Group(Protocol):
 
 
 class Dispatch:
-    """A named dispatch mode: one object per name, also after unpickling.
+    """A named dispatch mode: one object per name, even after unpickling.
 
     - `ALL_TO_ALL`, `ONE_TO_ALL`: all workers get the arguments; `get()` gives a list by rank. Only
       `ALL_TO_ALL` gives each worker its element of a `PerRank`.

@@ -5,7 +5,7 @@ A future holds references to chunks on the workers; `get()` brings them to the d
     ref = reference.compute_ref_log_prob.remote(batch)
     values = critic.compute_values.remote(batch)
     update = critic.update_critic.remote(values)    # Ray sends chunks from worker to worker
-    ref, values = gather(ref, values)               # waits for both, also when one fails
+    ref, values = gather(ref, values)               # waits for both, even if one fails
 
 `wait_for` is the only loop that waits. It reads all answers by one request if they come within a
 second. Otherwise it looks for ranks that are lost, late, or stuck.

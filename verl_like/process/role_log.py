@@ -38,7 +38,7 @@ class RoleState:
     """One role of a process. Inside `with state:`, prints go to the role's log, too."""
 
     def __init__(self, role: str, process_info: ProcessInfo):
-        """Seed the random state with (seed, role, rank), also if roles share the process."""
+        """Seed the random state with (seed, role, rank), even if roles share the process."""
         self.worker: Any = None
         self.first_meshes: Any = None
         """The meshes that were registered when the roles of the process had been constructed."""

@@ -1,4 +1,4 @@
-"""Tools: typed functions, whose schemas the policy reads, and the replies to calls of them.
+"""Tools: typed functions whose schemas the policy reads, and the replies to its calls.
 
     def add(a: int, b: int) -> int:
         '''The sum of two numbers.

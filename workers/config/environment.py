@@ -144,7 +144,7 @@ class EnvironmentConfig(Section):
             if name not in self.paths:
                 names = ", ".join(self.paths)
                 raise ConfigError(
-                    f"{where}: environment.paths has only {names}.{nearest(name, self.paths)}"
+                    f"{where}: environment.paths contains only {names}.{nearest(name, self.paths)}"
                 )
             for key, limit in limits.items() if isinstance(limits, dict) else [("", None)]:
                 kind = LIMITS.get(key)

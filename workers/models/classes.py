@@ -3,7 +3,7 @@
     cls = model_class(config)               # Gemma3ForConditionalGeneration, LlamaForCausalLM
     language = language_of(module)          # the part that text runs through
 
-Models are published as `...ForConditionalGeneration`, with a vision tower, also if they are trained
+Models are published as `...ForConditionalGeneration`, with a vision tower, even if they are trained
 on text. The published class has the published names of weights, so checkpoints, weight sync, vLLM
 and exports use them. Rows of text run only through the language half.
 """

@@ -148,7 +148,7 @@ def _parsed(folder: str, _text: bytes | None) -> Any:
 
 
 def _check_sizes(fields: dict[str, Any], file: Path) -> None:
-    """Reject implausible sizes, also in the configurations of sub-models."""
+    """Reject implausible sizes, including those in the configurations of sub-models."""
     for name, value in fields.items():
         if isinstance(value, dict):
             _check_sizes(value, file)

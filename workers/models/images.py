@@ -164,7 +164,7 @@ class ImageReader:
             starts = (n for n, token in enumerate(rest) if token == tokens[0])
             start = next((n for n in starts if rest[n : n + len(tokens)] == tokens), None)
             if start is None:
-                raise ValueError(f"the {len(tokens)} tokens of image {number} are not in it")
+                raise ValueError(f"the {len(tokens)} tokens of image {number} are missing")
             collapsed += [*rest[:start], placeholder]
             rest = rest[start + len(tokens) :]
         return collapsed + rest
@@ -234,7 +234,7 @@ class ImageReader:
         found = (ids == self.token_id).nonzero().squeeze(1)
         if len(found) < sum(counts):
             raise ConfigError(
-                f"{name} has {len(found)} image tokens, but its {len(refs)} images have "
+                f"{name} has {len(found)} image tokens, but its {len(refs)} images need "
                 f"{sum(counts)}. Do not truncate prompts with images (data.truncation)."
             )
         numbers = torch.tensor([1 + self._number(ref) for ref in refs], dtype=torch.int64)

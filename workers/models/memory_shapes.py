@@ -284,7 +284,7 @@ _traces: dict[tuple[str, str, torch.dtype], PassTrace | None] = {}
 def cached_widths(config: Any) -> tuple[int, int]:
     """Return how many numbers a layer caches per token, for keys and for values.
 
-    `config` is that of a layer. Latent attention caches the compressed input of keys and
+    `config` is a layer's configuration. Latent attention caches the compressed input of keys and
     values, and the rotary part of the keys, which all heads share.
     """
     if getattr(config, "kv_lora_rank", None):

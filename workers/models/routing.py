@@ -113,7 +113,7 @@ class Routers:
             mode.chosen = choices
 
     def check(self, chosen: Tensor) -> None:
-        """Reject choices [tokens, layers, choices] of another model's layers or experts."""
+        """Raise if choices [tokens, layers, choices] do not fit this model's layers or experts."""
         if chosen.shape[1:] != self.shape:
             raise BatchError(
                 f"column {ROUTED!r} has [layers, choices] of {list(chosen.shape[1:])} "

@@ -26,7 +26,7 @@ FULL_REWARD = 1.0
 
 
 def is_success(score: float) -> bool:
-    """Return True for the full reward, also if a sum of rewards falls short by rounding."""
+    """Return True for the full reward, even if a sum of rewards falls short by rounding."""
     return score > FULL_REWARD - 1e-6
 
 

@@ -121,7 +121,7 @@ class RemoteScorer:
         patience = min(self._config.timeout_s, end - time.monotonic())
         if patience <= 0:
             raise TimeoutError(
-                f"the timeout of the batch passed before a request to {self._config.url}"
+                f"the batch's timeout passed before a request to {self._config.url} was sent"
             )
 
         headers = {"Content-Type": "application/json"}

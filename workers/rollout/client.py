@@ -119,7 +119,7 @@ class RolloutClient:
         return submission.samples()
 
     def submit(self, *submissions: Submission) -> None:
-        """Start these submissions, in addition to running ones.
+        """Start these submissions; earlier ones continue.
 
         All of them must have the same columns and meta entries.
         """

@@ -134,7 +134,7 @@ class Sample:
 
     @property
     def stop_token(self) -> int | None:
-        """The last token of a response that stopped, also at a stop string; otherwise None."""
+        """The last token of a response that stopped, even at a stop string; otherwise None."""
         return int(self.tokens[-1]) if self.finish_reason == "stop" else None
 
     def with_observed(

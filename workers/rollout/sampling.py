@@ -314,7 +314,7 @@ def check_sampling(config: RolloutConfig, max_tokens: int) -> None:
         if name not in EXTRA_SAMPLING:
             valid = ", ".join(EXTRA_SAMPLING)
             raise ConfigError(
-                f"actor_rollout_ref.rollout.sampling_kwargs names {name!r}; valid: "
+                f"actor_rollout_ref.rollout.sampling_kwargs has no key {name!r}; valid: "
                 f"{valid}.{nearest(name, EXTRA_SAMPLING)}"
             )
     sections: dict[str, Any] = {"rollout": config, "rollout.val_kwargs": config.validation}

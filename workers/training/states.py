@@ -85,7 +85,7 @@ class TrainedStates:
         self.states[name] = TrainedState(state.rank, self._clones(source), state.frozen)
 
     def drop(self, name: str) -> None:
-        """Delete a state; the base stays."""
+        """Delete a state, unless it is the base."""
         if name == self.current:
             self.use(BASE)
         if name != BASE:

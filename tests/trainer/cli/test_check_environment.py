@@ -21,7 +21,7 @@ def test_it_prints_observations_and_checks_determinism(capsys: pytest.CaptureFix
     assert "): 'go'\n" in output
     assert "): '1', reward 0.5\n" in output
     assert "): end, reward 3\n" in output
-    assert "the same seed gives the same trajectory, also next to a concurrent one" in output
+    assert "the same seed gives the same trajectory, even next to a concurrent one" in output
     assert "all samples of a prompt start with the same observation" in output
 
 
@@ -42,7 +42,7 @@ def test_players_take_turns(capsys: pytest.CaptureFixture[str]) -> None:
     assert "): black: 'your move'\n" in output
     assert "): white: 'go on', reward 0.5\n" in output
     assert "): white: end, reward 2; black: end, reward -2\n" in output
-    assert "the same seed gives the same trajectory, also next to a concurrent one" in output
+    assert "the same seed gives the same trajectory, even next to a concurrent one" in output
 
 
 def test_tools_are_listed_and_called(capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,7 +231,7 @@ def test_a_name_with_all_its_parts_is_a_value_of_the_command_line() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("", r"maker/texts: the data set has several splits. Add a : and one of train, test"),
+        ("", r"has several splits. Append :SPLIT, where SPLIT is one of train, test"),
         (":tran", r'maker/texts:tran: .* Unknown split "tran". Should be one of .*train'),
     ],
 )

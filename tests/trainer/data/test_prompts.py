@@ -148,7 +148,7 @@ def test_each_environment_has_its_share_of_each_step(
 @pytest.mark.parametrize(
     ("counts", "data", "words"),
     [
-        ({"a": 9, "b": 9, "bb": 1}, {}, "is 'bb', but environment.paths has only a, b. Did you"),
+        ({"a": 9, "b": 9, "bb": 1}, {}, "'bb', but environment.paths contains only a, b. Did you"),
         ({"a": 1, "b": 31}, {}, "needs 2 prompts of 'a'.* has 1"),
         ({"a": 9, "b": 9}, {"train_batch_size": 2}, "0.2 of data.train_batch_size=2 is less than"),
         ({"a": 9, "b": 9}, {"sampler": "my.order"}, "data.sampler=my.order also sets the order"),

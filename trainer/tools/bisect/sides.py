@@ -50,7 +50,7 @@ class Side:
     """Returns the arrays of a step."""
 
     def setting(self, *keys: str) -> Any:
-        """Return the first value of these keys that the run knows."""
+        """Return the value of the first of these keys that the run sets."""
         values = [self.config[key] for key in keys if key in self.config]
         return next((value for value in values if value is not None), None)
 

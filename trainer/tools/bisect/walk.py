@@ -200,7 +200,7 @@ def first_difference(
 
 
 def is_rounded(x: np.ndarray) -> bool:
-    """Return whether all numbers, some of them not short, are numbers of bfloat16."""
+    """Return whether bfloat16 holds all numbers exactly, and more than 8 of them differ."""
     bits = x.astype(np.float32).view(np.uint32)
     return bool((bits & 0xFFFF == 0).all() and len(np.unique(bits)) > 8)
 

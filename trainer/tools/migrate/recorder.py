@@ -181,7 +181,7 @@ rev sed seq sort stat tail tee test touch tr true uname uniq wc which whoami xar
 PROGRAMS = """
 python python3 torchrun deepspeed accelerate trl vllm colossalai pip huggingface-cli hf openrlhf
 """.split()
-"""Programs that are recorded, also after `exec`, which ignores functions of bash."""
+"""Programs that are recorded, even after `exec`, which ignores functions of bash."""
 LAUNCHERS = """
 apptainer conda docker enroot mpirun ncu nice nohup nsys numactl parallel pdm poetry ray salloc
 sbatch setsid singularity srun stdbuf sudo timeout uv

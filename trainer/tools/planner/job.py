@@ -222,7 +222,7 @@ class Job(ABC):
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:
-        """Return the layouts to try of a model on these GPUs, also those that do not fit.
+        """Return the layouts to try of a model on these GPUs, including those that do not fit.
 
         Axes are tried one at a time. Pipeline stages wait for each other, so `pp` is tried only if
         no other layout fits.

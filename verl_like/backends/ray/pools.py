@@ -78,7 +78,7 @@ class RayResourcePool(ResourcePool):
             nodes: a node for each entry of `process_on_nodes`; by default, each entry gets its own
                 node if enough nodes fit.
             deadlines: limits of the waits, in seconds; None takes the defaults.
-            gpus_per_process: GPUs per place, also a fraction of one.
+            gpus_per_process: GPUs per place; a fraction is possible.
             resources: amounts of custom resources per place.
             labels: labels that the nodes must have, such as {"ray.io/accelerator-type": "H100"}.
             detached: the places outlive the driver, until `release()`.

@@ -127,7 +127,7 @@ class VllmRolloutEngine(RolloutEngine):
         self.lockstep.follow(self.vllm)
 
     def commit(self, version: int) -> None:
-        """Use these weights from now on, also in running requests."""
+        """Use these weights from now on, even in running requests."""
         self.vllm.wake_cache()
         super().commit(version)
         self.vllm.call("use_version", version)

@@ -219,5 +219,5 @@ def test_collapsed_ids_have_one_placeholder_per_image(family: str, tmp_path: Pat
         assert text.count(case.reader.placeholder) == len(refs)
         expanded = tokenizer(case.reader.expanded(text, refs), add_special_tokens=False)
         assert expanded["input_ids"] == ids
-    with pytest.raises(ValueError, match="tokens of image 1 are not in it"):
+    with pytest.raises(ValueError, match="tokens of image 1 are missing"):
         case.reader.collapsed([3, 4], [image_ref(picture(30, 40))])
