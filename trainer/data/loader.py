@@ -68,8 +68,8 @@ def order_by_share(
         )
     if unknown := sorted({*names} - {*shares}):
         raise ConfigError(
-            f"data.train_files: a row's environment is {unknown[0]!r}, but environment.paths has "
-            f"only {', '.join(shares)}.{nearest(unknown[0], shares)}"
+            f"data.train_files: a row's environment is {unknown[0]!r}, but environment.paths "
+            f"contains only {', '.join(shares)}.{nearest(unknown[0], shares)}"
         )
     size = config.train_batch_size
     counts = {name: int(share * size) for name, share in shares.items()}

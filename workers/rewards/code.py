@@ -67,9 +67,7 @@ def run_tests(
     open_assert = find_open_assert(tests)
     if open_assert is not None and not trust_programs:
         ways = "reward.trust_programs=true, `serve-reward --trust-programs`, or trust_programs=True"
-        raise ConfigError(
-            f"ground_truth contains {open_assert!r:.200}: {NOT_TRUSTED.format(way=ways)}"
-        )
+        raise ConfigError(f"ground_truth has {open_assert!r:.200}: {NOT_TRUSTED.format(way=ways)}")
     kind, inputs, expected = _read_tests(tests, num_tests, is_open=open_assert is not None)
     limits: dict[str, Any] = {"time_s": time_s, "total_s": total_s, "memory_gib": memory_gib}
     runner = _runners[network]

@@ -212,10 +212,7 @@ FILES = [
     (model_with_half_a_config, "config.json is damaged: Expecting value"),
     (row_without_prompt, "p.jsonl, line 2.*no column 'prompt'.*data.on_bad_row=skip"),
     (unknown_source, "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k"),
-    (
-        asserts_as_tests,
-        "ground_truth contains an assert.*forge its score.*reward.trust_programs=true",
-    ),
+    (asserts_as_tests, "ground_truth has an assert.*forge its score.*reward.trust_programs=true"),
     (model_without("token*"), "cannot load a tokenizer.*model.safetensors. Copy tokenizer.json"),
     (
         model_without("chat_template*"),
@@ -250,7 +247,7 @@ def test_asserts_are_rejected_for_every_form_of_their_rule(
     base: list[str], function: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = [*base, *function.split(), asserts_as_tests(tiny_dir, tmp_path)]
-    with pytest.raises(ConfigError, match="ground_truth contains an assert"):
+    with pytest.raises(ConfigError, match="ground_truth has an assert"):
         run(load_config(settings))
     with pytest.raises(AssertionError, match="a worker process was started"):
         run(load_config([*settings, "reward.trust_programs=true"]))
