@@ -70,7 +70,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("record", "run_recipe"),
         ("recovery", "drained_nodes"),
         ("loop",),
-        ("launch",),
+        ("launch", "stubs"),
         ("rollouts", "rows"),
         ("ppo", "preference", "reward_model", "sft"),
         ("async_training",),

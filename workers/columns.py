@@ -55,8 +55,8 @@ class MethodColumns:
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    scores_as: str
-    """Name of the method's passes in tables of sizes, if the score stage calls it."""
+    scores: bool
+    """True if the score stage calls the method."""
 
 
 def _generated(
@@ -161,20 +161,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def batch_columns(
-    reads: Sequence[str], writes: Sequence[Column] = (), scores_as: str = ""
+    reads: Sequence[str], writes: Sequence[Column] = (), scores: bool = False
 ) -> Callable[[F], F]:
     """Declare the columns that a role's method may read, and those that it writes.
 
-    Written columns that the table lists for this method need not be declared. `scores_as` is for
-    methods that the score stage calls: the name of their passes in tables of sizes, such as
-    "teacher".
+    Written columns that the table lists for this method need not be declared. `scores` is for
+    methods that the score stage calls.
     """
 
     def mark(method: F) -> F:
         name = method.__name__
         COLUMNS.update({column.name: replace(column, method=name) for column in writes})
         written = tuple(c.name for c in COLUMNS.values() if c.method == name)
-        declaration = MethodColumns(tuple(reads), written, scores_as)
+        declaration = MethodColumns(tuple(reads), written, scores)
         method.batch_columns = declaration  # type: ignore[attr-defined]
         return method
 

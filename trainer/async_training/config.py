@@ -153,7 +153,6 @@ class AsyncConfig(PPOConfig):
 
     pool_keys = "async_training.generators, async_training.trainers or resource_pool_spec"
     generates_while_training = True
-    """True if a rollout generates while the trainer trains."""
 
     async_training: AsyncSettings = config_field(factory=AsyncSettings)
     """Generators, trainers, and the buffer between them."""
@@ -243,10 +242,6 @@ class AsyncConfig(PPOConfig):
     def kind_of(self, role: str) -> str:
         """Return what a generator's role is called at generator 0, such as `ref` for `ref_1`."""
         return self.generator_roles.get(role, (role, 0))[0]
-
-    def reads_in(self, role: str) -> str:
-        """Return `gen` for the roles of generators, which score samples as part of generation."""
-        return "gen" if role in ("rollout", *self.score_roles) else super().reads_in(role)
 
     def prompts_per_call(self, role: str) -> int:
         """Return how many prompts a role gets per call: one chunk for the roles of generators."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,11 @@ from trainer.async_training.plan import plan_lines
 from trainer.config.devices import devices_of
 from trainer.config.keys import leaf_keys
 from trainer.config.unused_keys import unused_reason
-from trainer.launch import nominal_placement, trainer_class
+from trainer.launch import nominal_placement
 from trainer.memory import describe_axes, role_models
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe, overridden_stages
+from trainer.ppo.dataflow import describe, trace_step
 from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
@@ -33,13 +32,13 @@ from workers.losses.registry import POLICY_LOSSES
 def ppo_sections(config: PPOConfig, measured: str) -> dict[str, list[str]]:
     """Return the sections about memory, placement and calls of PPO and its variants."""
     config = fit_passes(config, devices_of(config.trainer))
-    overridden = overridden_stages(trainer_class(config))
+    nodes, problem = trace_step(config)
     return {
         "Memory per device": plan_text(config, heading="").splitlines(),
         "Placement": placement_lines(config),
         **generators_sections(config, measured),
-        "Calls of a step": describe(config, overridden).splitlines(),
-        "Batch sizes": batch_table(config, heading="").splitlines(),
+        "Calls of a step": describe(config, nodes, problem).splitlines(),
+        "Batch sizes": batch_table(config, nodes, heading="").splitlines(),
         "Metrics to watch": watch_lines(config),
     }
 
@@ -107,29 +106,18 @@ def measured_sides(folder: str, num_generators: int) -> list[str]:
 
 def placement_lines(config: PPOConfig) -> list[str]:
     """Describe the placement on the configured nodes, and its consequences."""
-    num_roles = Counter(expand_roles(config.role_mapping).values())
-    shared = [pool for pool, count in num_roles.items() if count > 1]
-
     axes = describe_axes(config, models_of(config, without_users=True))
     lines = nominal_placement(config).draw(axes).splitlines()
-    pools = config.resource_pool_spec.items()
-    if len(pools) > 1 and all(config.is_inline(name, sum(sizes)) for name, sizes in pools):
+    pools = config.resource_pool_spec
+    if len(pools) > 1 and all(config.is_inline(name, sum(pools[name])) for name in pools):
         lines.append(
             "All pools run in the driver's process, so calls run sequentially. Set "
             "trainer.backend=ray, or use two processes per pool, to let them overlap."
         )
-    elif len(pools) > 1:
-        lines.append("Calls on different pools run concurrently.")
-    else:
-        line = "There is one pool, so only rewards overlap with other calls."
-        devices = devices_of(config.trainer)
-        has_room = devices.type == "cpu" or sum(map(sum, config.resource_pool_spec.values())) > 1
-        if "critic" in expand_roles(config.role_mapping) and has_room:
-            line += " Set placement=split for a separate pool for the critic."
-        lines.append(line)
-    return lines + [
-        f"Roles on {pool} share its processes and run one after the other." for pool in shared
-    ]
+    elif len(pools) == 1 and "critic" in expand_roles(config.role_mapping):
+        if devices_of(config.trainer).type == "cpu" or sum(map(sum, pools.values())) > 1:
+            lines.append("Set placement=split for a separate pool for the critic.")
+    return lines
 
 
 def watch_lines(config: PPOConfig) -> list[str]:

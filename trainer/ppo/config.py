@@ -172,6 +172,9 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
 class PPOConfig(RunConfig, WorkersConfig):
     """The configuration of a PPO run; `verl-like ppo --cfg all` explains its keys."""
 
+    generates_while_training = False
+    """True if a rollout generates while the trainer trains."""
+
     data: DataConfig = config_field(factory=DataConfig)
     """The prompts: their files, number per step, lengths and order."""
     algorithm: AlgorithmConfig = config_field(factory=AlgorithmConfig)
@@ -188,10 +191,6 @@ class PPOConfig(RunConfig, WorkersConfig):
     def steps_per_batch(self) -> int:
         """Number of steps that train on the same samples."""
         return 1
-
-    def reads_in(self, role: str) -> str:
-        """Return the stage in which a role other than the actor scores the samples."""
-        return "score"
 
     def prompts_per_call(self, role: str) -> int:
         """Return the prompts per call of a role that samples or scores: the whole batch."""

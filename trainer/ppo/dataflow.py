@@ -1,26 +1,37 @@
-"""The graph of the calls of a step: which calls depend on each other, and which can overlap.
+"""The calls of a step, recorded by running the step on stubs: their order, and which can overlap.
 
-Nothing here runs a step: `describe(config)` describes what `PPOTrainer.step` will do with that
-configuration. The edges follow from the columns that calls read and write.
+`trace_step(config, trainer_cls)` runs the `step` of the class on groups that compute nothing
+(`trainer.stubs`), with a tiny batch. So an overridden stage shows the calls that it really makes.
 `tests/trainer/ppo/test_dataflow_recorded.py` compares the nodes with the calls of real runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+import math
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
 
+import torch
+
+from trainer.launch import trainer_class
 from trainer.ppo import score
-from trainer.ppo.compute_advantage import columns_read, compares_with_greedy
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.filters import active_filters
-from trainer.ppo.roles import declaring_class
+from trainer.record import Run
+from trainer.rollouts.samples import EXTRA
+from trainer.stubs import DRIVER, INLINE, NUM_TOKENS, StubFuture, StubGroups, columns_in, made_up
+from verl_like.batch.protocol import DataProto
+from verl_like.batch.ragged import RaggedTensor
+from verl_like.config_key import changed
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
-from workers.columns import reads_of, rm_column
-from workers.config import model_rewards
-from workers.config.conditions import has_only_teacher, has_teacher
+from workers.columns import sample_scores
+from workers.config import rewards_of
 
 REUSE_NOTICE = (
     "note: samples of the current weights need no separate pass for old log-probs: an update is "
@@ -36,227 +47,223 @@ BYPASS_NOTICE = (
     "note: bypass_mode uses the rollout's log-probs as old log-probs, so the actor computes none"
 )
 
-CONCURRENT_TITLE = "Concurrent"
-INLINE = "Sequential, in the driver's process"
-"""Title of calls in the driver's own thread (`RunConfig.is_inline`), which block later calls."""
-
-STAGES = frozenset(
-    "step sample sample_prompts generate balance score estimate update sync call".split()
+PROBLEM_NOTICE = (
+    "note: further calls are not known, because the step failed on stubs, which return only the "
+    "columns that workers declare (@batch_columns): {}"
 )
-"""The methods of a trainer that make the calls of a step."""
+WAITS = "Each call also waits for the stages before it, unless `only` precedes its waits."
+IN_BACKGROUND = ("ping", "open_delivery", "deliver_weights", "receive_weights")
+"""Calls of generators that belong to no stage."""
 
 
 @dataclass(frozen=True)
 class CallNode:
-    """One call of a step: where it runs, and which columns it reads and writes."""
+    """A call of a step, or a computation of the driver."""
 
     stage: str
     name: str
+    roles: tuple[str, ...]
+    """The role, or the same role of several generators; none for the driver."""
     pool: str
+    place: str
+    """The pool, or the driver's process: one call at a time runs there."""
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    is_inline: bool = False
-    """True if the driver runs the call in its own thread before it launches the next one."""
+    after: frozenset[tuple[str, str]]
+    """Stage and name of the nodes that had ended when the driver launched this one."""
 
     @property
-    def place(self) -> str:
-        """The pool or driver thread that runs one call at a time."""
-        return INLINE if self.is_inline else self.pool
+    def key(self) -> tuple[str, str]:
+        """Stage and name."""
+        return self.stage, self.name
 
 
-def overridden_stages(trainer_cls: type) -> list[str]:
-    """Return `Class.method` for every method of the step that a user's class overrides."""
-    base = next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
-    overridden = []
-    for name in sorted(STAGES):
-        method = getattr(trainer_cls, name)
-        if method is not getattr(base, name):
-            overridden.append(method.__qualname__)
-    return overridden
+class StubPrompts:
+    """Prompts of a step on stubs, instead of a `PromptLoader`."""
+
+    epoch, total_steps, has_images, validation = 0, 1, False, None
+
+    def __init__(self, config: PPOConfig, groups: StubGroups) -> None:
+        self._data, self._groups = config.data, groups
+
+    def __iter__(self) -> Iterator[DataProto]:
+        while True:
+            yield self.batch(0)
+
+    def num_prompts(self, number: int) -> int:
+        """Return the number of prompts in a batch."""
+        return self._data.train_batch_size
+
+    def batch(self, number: int) -> DataProto:
+        """Return the prompts of a batch."""
+        size, width = self._data.train_batch_size, self._data.max_prompt_length
+        tokens = [torch.arange(NUM_TOKENS)] * size
+        ids = RaggedTensor.from_rows(tokens, width, at_end=True, fill=0)
+        mask = ids.with_values(torch.ones_like(ids.values))
+        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": ids}
+        objects = {
+            "uid": [f"{number}-{row}" for row in range(size)],
+            "raw_prompt": [[{"role": "user", "content": ""}]] * size,
+            "data_source": [""] * size,
+            "reward_model": [{"ground_truth": ""}] * size,
+            "extra_info": [{}] * size,
+        }
+        self._groups.compute("prompts", [*tensors, *objects])
+        return DataProto.from_dict(tensors, objects, {"pad_token_id": 0, "eos_token_id": 0})
 
 
-@dataclass
-class Graph:
-    """The nodes of a step, added stage by stage."""
+class StubRewards:
+    """Rewards of a step on stubs, instead of `Rewards`; numbers that keys name are there, too."""
 
-    config: PPOConfig
-    nodes: list[CallNode] = field(default_factory=list)
+    def __init__(self, config: PPOConfig, groups: StubGroups) -> None:
+        self._rewards, self._groups = rewards_of(config), groups
+        algorithm = config.algorithm
+        self._names = [algorithm.filter_groups.metric, *algorithm.gdpo_reward_keys]
 
-    def on_role(self, stage: str, role: str, method: str, *writes: str) -> None:
-        """Add a call on the role's workers, if the run has any.
-
-        If the run has several generators, one node stands for the roles of all of them.
-        """
-        mapping = expand_roles(self.config.role_mapping)
-        pools = [pool for name, pool in mapping.items() if self.config.kind_of(name) == role]
-        if pools:
-            reads = reads_of(declaring_class(self.config, role), method) or ("responses",)
-            sizes = {pool: sum(self.config.resource_pool_spec[pool]) for pool in pools}
-            is_inline = any(self.config.is_inline(pool, size) for pool, size in sizes.items())
-            node = CallNode(stage, f"{role}.{method}", ", ".join(sizes), reads, writes, is_inline)
-            self.nodes.append(node)
-
-    def on_driver(self, stage: str, name: str, reads: Iterable[str], *writes: str) -> None:
-        """Add a computation of the driver."""
-        self.nodes.append(CallNode(stage, name, "driver", tuple(reads), writes))
-
-    def add_readings(self, stage: str) -> None:
-        """Add the calls of this stage that score samples, except rewards."""
-        in_update = score.update_computes_old_log_probs(self.config, step=1)
-        for scoring in score.readings(self.config, in_update):
-            if scoring.stage == stage:
-                self.on_role(stage, scoring.role, scoring.method, *scoring.writes)
+    def launch(self, batch: DataProto, call_model: Callable[..., Any], *_: Any) -> StubFuture:
+        """Return a future of scores, which waits for reward models."""
+        of_models = [call_model(reward) for reward in self._rewards if reward.kind == "model"]
+        scores = made_up(["token_level_scores", "step_ends"], batch)
+        numbers = sample_scores(scores).double().numpy()
+        scores.non_tensor_batch |= {EXTRA + name: numbers for name in self._names}
+        is_computed = len(of_models) < len(self._rewards)
+        number = self._groups.launch("rewards", columns_in(scores)) if is_computed else -1
+        return StubFuture(self._groups, number, (scores, {}), of_models)
 
 
-def step_nodes(config: PPOConfig) -> list[CallNode]:
-    """Return the calls of a step in the order in which the driver launches them."""
-    graph = Graph(config)
-    algorithm = config.algorithm
-    graph.on_driver("gen", "prompts", (), "input_ids", "uid")
-    columns = "input_ids", "responses", "response_mask", "rollout_log_probs"
-    graph.on_role("gen", "rollout", "generate_sequences", *columns)
-    if compares_with_greedy(algorithm.adv_estimator):
-        graph.on_driver("gen", "greedy_scores", ("responses",), "reward_baselines")
-    graph.add_readings("gen")
+class DriverWork:
+    """Observes a step on stubs, and records what the driver computes between the calls."""
 
-    reads, stage = ["responses"], "gen" if algorithm.filter_groups.enable else "score"
-    for role in model_rewards(config):
-        by_generators, column = config.reads_in(role) == "gen", rm_column(role)
-        graph.on_role("gen" if by_generators else stage, role, "compute_rm_score", column)
-        reads.append(column)
-    graph.on_driver(stage, "rewards", reads, "token_level_scores")
-    graph.add_readings("score")
-    of_kl = ("old_log_probs", "ref_log_prob") if algorithm.use_kl_in_reward else ()
-    graph.on_driver("adv", "token rewards", ("token_level_scores", *of_kl), "token_level_rewards")
-    estimated = () if has_only_teacher(config) else ("advantages", "returns")
-    if estimated:
-        estimator = algorithm.adv_estimator
-        graph.on_driver("adv", estimator, columns_read(estimator), *estimated)
-    if has_teacher(config):
-        teacher_reads = ("old_log_probs", "teacher_log_prob", *estimated)
-        graph.on_driver("adv", "distillation", teacher_reads, "advantages", "returns")
+    def __init__(self, groups: StubGroups) -> None:
+        self._groups = groups
+        self._before: Sequence[str] | None = None
 
-    for name, chosen in active_filters(config).items():
-        if written := chosen.writes(config):
-            graph.on_driver("update", name, chosen.reads, *written)
-    graph.on_role("update", "critic", "update_critic", "critic weights")
-    graph.on_role("update", "actor", "update_actor", "actor weights")
-    graph.on_driver("update_weights", "sync_weights", ("actor weights",), "rollout weights")
-    has_reference = "ref" in expand_roles(config.role_mapping)
-    if has_reference and config.actor_rollout_ref.ref.update_every is not None:
-        graph.on_driver("update_weights", "update_reference", ("actor weights",), "ref weights")
-    return graph.nodes
+    def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
+        """Store the names of the columns that a stage gets."""
+        self._before = None if batch is None else tuple(columns_in(batch))
+
+    def on_stage_end(self, trainer: Any, stage: str, result: Any) -> None:
+        """Record the columns that a stage without calls adds."""
+        if self._before is not None and not self._groups.new_calls:
+            written = [name for name in columns_in(result[0]) if name not in self._before]
+            self._groups.compute(", ".join(written), written)
+
+    def on_filter(self, trainer: Any, name: str, before: DataProto, after: DataProto) -> None:
+        """Record a filter that changes the batch."""
+        if after is not before:
+            self._groups.compute(name, ())
 
 
-def edges(nodes: Sequence[CallNode]) -> dict[str, list[str]]:
-    """Map the name of each node to the latest writers of the columns that it reads."""
-    writer: dict[str, str] = {}
-    after: dict[str, list[str]] = {}
-    for node in nodes:
-        after[node.name] = list(
-            dict.fromkeys(writer[column] for column in node.reads if column in writer)
-        )
-        writer |= dict.fromkeys(node.writes, node.name)
-    return after
+def our_class(trainer_cls: type) -> type:
+    """Return the recipe's own class from which a user's class derives."""
+    return next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
 
 
-def all_waits(nodes: Sequence[CallNode], after: dict[str, list[str]]) -> dict[str, set[str]]:
-    """Map the name of each node to all nodes that must end before it begins."""
-    waits: dict[str, set[str]] = {}
-    for node in nodes:
-        waits[node.name] = {far for near in after[node.name] for far in (near, *waits[near])}
-    return waits
+def trace_step(config: PPOConfig, trainer_cls: type | None = None) -> tuple[list[CallNode], str]:
+    """Return the calls of a step in the order of their launch, and why the list ends early, or "".
 
-
-def side_by_side(
-    nodes: Sequence[CallNode], after: dict[str, list[str]]
-) -> list[tuple[CallNode, CallNode]]:
-    """Return the pairs of nodes of a stage that do not depend on each other."""
-    waits = all_waits(nodes, after)
-    pairs = []
-    for first, second in combinations(nodes, 2):
-        if first.pool == "driver" and first.name != "rewards":
-            continue  # the driver computes it before it makes the next call
-        if first.stage == second.stage and first.name not in waits[second.name]:
-            pairs.append((first, second))
-    return pairs
-
-
-def _chains(group: Sequence[CallNode], after: dict[str, list[str]]) -> list[str]:
-    """Describe the calls of every place in their order, as in `a, then b (after c)`.
-
-    `c` is a call of the group at another place.
+    The class is by default `trainer.cls`. If the run has several generators, a node stands for the
+    roles of all of them.
     """
-    chains: dict[str, list[str]] = {}
-    for node in group:
-        before = [n.name for n in group if n.name in after[node.name] and n.place != node.place]
-        waits = f" (after {', '.join(before)})" if before else ""
-        chains.setdefault(node.place, []).append(f"{node.name}{waits}")
-    return [", then ".join(chain) for chain in chains.values()]
+    cls, problem = trainer_cls or trainer_class(config), ""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
+        small = _small(config, folder)
+        groups = StubGroups(small, config.is_inline)
+        run: Any = Run(small, groups, observers=[DriverWork(groups)])  # type: ignore[arg-type]
+        every = config.actor_rollout_ref.ref.update_every or 1
+        run.step = (config.trainer.critic_warmup // every + 1) * every
+        tokenizer, prompts = SimpleNamespace(pad_token_id=0), StubPrompts(small, groups)
+        ptx = SimpleNamespace(take=prompts.batch) if config.ptx.train_files else None
+        try:
+            trainer = cls(run, tokenizer, prompts, StubRewards(config, groups), ptx)
+            if config.generates_while_training:
+                at_end.callback(trainer.buffer.close)  # ends the generators' threads
+                trainer.weights.version += small.async_training.max_staleness
+            with trainer.clock("step"):
+                trainer.step()
+        except Exception as error:  # noqa: BLE001 - whatever a user's step raises on stubs
+            problem = f"{type(error).__name__}: {error}"
+    return _nodes(config, run.calls), problem
 
 
-def _independent(
-    nodes: Sequence[CallNode], after: dict[str, list[str]]
-) -> dict[str, dict[str, list[str]]]:
-    """Map each title to stage -> chains of the calls that are independent of another pool's."""
-    members: dict[str, set[CallNode]] = {CONCURRENT_TITLE: set(), INLINE: set()}
-    for first, second in side_by_side(nodes, after):
-        if first.pool != second.pool:
-            members[INLINE if first.is_inline else CONCURRENT_TITLE] |= {first, second}
-    independent: dict[str, dict[str, list[str]]] = {}
-    for title, there in members.items():
-        groups: dict[str, list[CallNode]] = {}
-        for node in nodes:
-            if node in there:
-                groups.setdefault(node.stage, []).append(node)
-        independent[title] = {stage: _chains(group, after) for stage, group in groups.items()}
-    return independent
+def _small(config: PPOConfig, folder: str) -> Any:
+    """Return the configuration with as few prompts as its mini-batches allow, and this folder."""
+    actor, critic = "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"
+    sizes = {"data.train_batch_size": config.data.train_batch_size}
+    sizes[actor] = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    if config.critic.ppo_mini_batch_size:
+        sizes[critic] = config.critic.ppo_mini_batch_size
+    scale = math.gcd(*sizes.values())
+    changes: dict[str, Any] = {key: size // scale for key, size in sizes.items()}
+    changes |= {"trainer.default_local_dir": folder, "trainer.resume_mode": "disable"}
+    return changed(config, changes | {"trainer.backend": "local"})
 
 
-def overlaps(config: PPOConfig) -> str:
-    """Describe the calls of a step that run at the same time, and the stages that run inline."""
-    nodes = step_nodes(config)
-    stages = _independent(nodes, edges(nodes))
-    concurrent = stages[CONCURRENT_TITLE].items()
+def _nodes(config: PPOConfig, calls: Sequence[dict[str, Any]]) -> list[CallNode]:
+    """Return a node for all calls of a method in a stage."""
+    keys: dict[int, tuple[str, str]] = {}
+    first: dict[tuple[str, str], dict[str, Any]] = {}
+    for call in calls:
+        role, method = config.kind_of(call["role"]), call["method"]
+        if not (config.generates_while_training and method in IN_BACKGROUND):
+            keys[call["number"]] = key = call["stage"], f"{role}.{method}" if role else method
+            first.setdefault(key, call)
+    pools, nodes = expand_roles(config.role_mapping), []
+    for key, call in first.items():
+        kind = config.kind_of(call["role"])
+        roles = tuple(role for role in pools if config.kind_of(role) == kind)
+        used = ", ".join(dict.fromkeys(pools[role] for role in roles)) or DRIVER
+        place = INLINE if call["is_inline"] else used
+        after = frozenset(keys[number] for number in call["ended"] if number in keys) - {key}
+        nodes.append(CallNode(*key, roles, used, place, call["reads"], call["writes"], after))
+    return nodes
+
+
+def overlaps(nodes: Sequence[CallNode]) -> list[str]:
+    """Return a line for each stage in which calls at several places run at the same time."""
     lines = []
-    for stage, chains in concurrent:
-        bound = [f"({chain})" if ", then " in chain else chain for chain in chains]
-        lines.append(f"{CONCURRENT_TITLE} in {stage}: {' ‖ '.join(bound)}")
-    if stages[INLINE]:
-        lines.append(f"{INLINE}: {', '.join(stages[INLINE])}")
-    return "\n".join(lines)
+    for stage, group in groupby(nodes, lambda node: node.stage):
+        together, chains = list(group), defaultdict[str, list[str]](list)
+        for node in together:
+            if any(
+                node.place != other.place
+                and node.key not in other.after
+                and other.key not in node.after
+                for other in together
+            ):
+                chains[node.place].append(node.name)
+        texts = [", then ".join(chain) for chain in chains.values()]
+        bound = [f"({text})" if ", then " in text else text for text in texts]
+        if bound:
+            lines.append(f"Concurrent in {stage}: {' ‖ '.join(bound)}")
+    return lines
 
 
-def describe(config: PPOConfig, overridden: Sequence[str] = ()) -> str:
-    """Describe the graph: what each call waits for, and which calls overlap.
+def describe(config: PPOConfig, nodes: Sequence[CallNode], problem: str = "") -> str:
+    """Describe the result of `trace_step`: what each call waits for, and which ones overlap.
 
-    The table leaves out waits that follow from others: a call also waits for everything that the
-    calls in its row wait for. `overridden` lists the methods that a subclass overrides.
-    Bookkeeping columns that come with the tokens, such as the attention mask, are left out.
+    The table leaves out waits that follow from others: a call waits for the stages before it,
+    except after the word `only`, and for everything that the calls in its row wait for.
     """
-    nodes = step_nodes(config)
-    after = edges(nodes)
-    waits = all_waits(nodes, after)
-    rows = [("stage", "call", "pool", "waits for")]
+    rows, stages = (
+        [("stage", "call", "pool", "waits for")],
+        list(dict.fromkeys(n.stage for n in nodes)),
+    )
     for node in nodes:
-        before = after[node.name]
-        last = [name for name in before if not any(name in waits[other] for other in before)]
-        rows.append((node.stage, node.name, node.pool, ", ".join(last) or "-"))
-    lines = draw_table(rows, num_titles=2)
-
-    for title, stages in _independent(nodes, after).items():
-        if stages:
-            lines.append(f"{title}:")
-        between = ", then " if title == INLINE else "\n    ‖ "
-        lines += [f"  {stage}: {between.join(chains)}" for stage, chains in stages.items()]
-
+        earlier = stages[: stages.index(node.stage)]
+        waits_for_stages = all(other.key in node.after for other in nodes if other.stage in earlier)
+        before = [other for other in nodes if other.key in node.after]
+        last = [n for n in before if not any(n.key in other.after for other in before)]
+        names = [n.name for n in last if not (waits_for_stages and n.stage in earlier)]
+        only = "" if waits_for_stages else "only "
+        rows.append((node.stage, node.name, node.pool, f"{only}{', '.join(names)}" or "-"))
+    lines = [*draw_table(rows, num_titles=2), WAITS, *overlaps(nodes)]
     if score.update_can_compute_old_log_probs(config):
         lines.append(REUSE_NOTICE)
         if score.measures_reference(config, step=1):
             lines.append(STEP_1_NOTICE)
     if config.algorithm.rollout_correction.bypass_mode:
         lines.append(BYPASS_NOTICE)
-    if overridden:
-        names = ", ".join(overridden)
-        lines.append(f"note: the graph shows the calls of PPO; {names} may make other calls")
+    if problem:
+        lines.append(PROBLEM_NOTICE.format(problem))
     return "\n".join(lines)

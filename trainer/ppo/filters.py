@@ -3,8 +3,8 @@
     for name, chosen in active_filters(config).items():
         before, (batch, metrics) = batch, chosen.keep(batch, config, step)
 
-Every filter is registered here with its name; the update, the sample log, the graph of a step and
-the checks read this list. To add one, register a function in your own module. It runs after ours:
+Every filter is registered here with its name; the update and the checks read this list. To add
+one, register a function in your own module. It runs after ours:
 
     @register_filter("short responses")
     def without_short_responses(batch, config, step):
@@ -54,13 +54,10 @@ Keep = Callable[[DataProto, PPOConfig, int], Filtered]
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter, with the facts about it that the checks and the graph of a step need."""
+    """A filter, when it applies, and how."""
 
     keep: Keep
     is_on: Callable[[PPOConfig], bool]
-    reads: tuple[str, ...]
-    writes: Callable[[PPOConfig], tuple[str, ...]]
-    """Columns that it writes, for the graph of a step; a filter without any is not drawn."""
     resamples: bool
     """True if it draws rows again, by comparing all rows of the batch."""
 
@@ -73,15 +70,13 @@ def register_filter(
     name: str,
     *,
     is_on: Callable[[PPOConfig], bool] = lambda config: True,
-    reads: tuple[str, ...] = (),
-    writes: Callable[[PPOConfig], tuple[str, ...]] = lambda config: (),
     resamples: bool = False,
 ) -> Callable[[Keep], Keep]:
     """Return a decorator that registers a filter; the arguments are the fields of `Filter`."""
 
     def enter(keep: Keep) -> Keep:
         check_call(keep, f"the filter {name!r}", CallSignature("batch", "config", "step"))
-        FILTERS.register(name)(Filter(keep, is_on, reads, writes, resamples))
+        FILTERS.register(name)(Filter(keep, is_on, resamples))
         return keep
 
     return enter
@@ -95,8 +90,6 @@ def active_filters(config: PPOConfig) -> dict[str, Filter]:
 @register_filter(
     "algorithm.mask_truncated",
     is_on=lambda config: config.algorithm.mask_truncated,
-    reads=("response_mask",),
-    writes=lambda config: ("response_mask",),
 )
 def without_truncated(batch: DataProto, config: PPOConfig, step: int) -> Filtered:
     """Return a batch whose `response_mask` is zero in truncated samples, and their fraction.
@@ -131,19 +124,14 @@ def _without(batch: DataProto, left_out: Tensor) -> DataProto:
     return write_columns(batch.select(), response_mask=mask.masked_fill(left_out[:, None], 0))
 
 
-def columns_of_correction(config: RolloutCorrectionConfig) -> tuple[str, ...]:
-    """Return the columns that `correct_rollout` writes: none if it is off or bypassed."""
-    if config.bypass_mode:
-        return ()
-    weights = ("rollout_is_weights",) if config.weighs else ()
-    return (*weights, "response_mask") if config.rejects else weights
+def corrects(config: RolloutCorrectionConfig) -> bool:
+    """Return whether `correct_rollout` weights or rejects tokens."""
+    return not config.bypass_mode and (config.weighs or config.rejects)
 
 
 @register_filter(
     "algorithm.rollout_correction",
-    is_on=lambda config: bool(columns_of_correction(config.algorithm.rollout_correction)),
-    reads=("old_log_probs", "rollout_log_probs"),
-    writes=lambda config: columns_of_correction(config.algorithm.rollout_correction),
+    is_on=lambda config: corrects(config.algorithm.rollout_correction),
 )
 def correct_rollout(batch: DataProto, config: PPOConfig, step: int) -> Filtered:
     """Add importance weights to the batch, and mask out rejected tokens.

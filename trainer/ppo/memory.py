@@ -110,7 +110,7 @@ def engine_rests(config: PPOConfig, device_type: str) -> bool:
 def may_rest(config: PPOConfig, device_type: str) -> bool:
     """Return whether the rollout would sleep if it shared its GPUs."""
     is_here = not config.actor_rollout_ref.rollout.server_urls
-    in_turns = not getattr(config, "generates_while_training", False)
+    in_turns = not config.generates_while_training
     return is_here and in_turns and device_type == "cuda"
 
 

@@ -23,8 +23,6 @@ from trainer.observers.alarms import ALARM_RULES
 from trainer.ppo.checks import check_named_rewards, check_players
 from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe as describe_calls
-from trainer.ppo.dataflow import overlaps, overridden_stages
 from trainer.ppo.memory import check_memory, fit_passes, plan_text
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.roles import models_of
@@ -109,12 +107,19 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
 
 
 def describe(config: PPOConfig, trainer_cls: type, brief: bool = False) -> list[str]:
-    """Describe batch sizes, memory, and the graph of a step with the overrides of the class."""
+    """Describe batch sizes, memory, and the calls of a step of the class.
+
+    A run describes the calls of our class: code of users runs on stubs only in a dry run.
+    """
+    from trainer.ppo import dataflow  # only plans import it
+
     memory = plan_text(config, brief=brief)
+    if not config.trainer.dry_run:
+        trainer_cls = dataflow.our_class(trainer_cls)
+    nodes, problem = dataflow.trace_step(config, trainer_cls)
     if brief:
-        return [memory, batch_line(config), overlaps(config)]
-    graph = describe_calls(config, overridden_stages(trainer_cls))
-    return [memory, batch_table(config), graph]
+        return [memory, batch_line(config), "\n".join(dataflow.overlaps(nodes))]
+    return [memory, batch_table(config, nodes), dataflow.describe(config, nodes, problem)]
 
 
 def check_models(config: PPOConfig) -> None:
@@ -135,7 +140,7 @@ def check_models(config: PPOConfig) -> None:
     trained = {role: model for role, model in models.items() if model.trains}
     has_stages = any(model.sharding.pp > 1 for model in trained.values())
     for row in rows_of(config) if has_stages else ():
-        if row.part.endswith("mini-batch"):
+        if row.trains:
             section = {"actor": "actor_rollout_ref.actor", "critic": "critic"}[row.role]
             rows = f"{section}.ppo_mini_batch_size", row.prompts * policy.rollout.n
             at_once = f"{section}.ppo_micro_batch_size_per_gpu", row.micro_samples

@@ -74,9 +74,6 @@ class Scoring:
     role: str
     method: str
     writes: Sequence[str]
-    part: str
-    """The call's name in tables of sizes."""
-    stage: str
 
     @property
     def column(self) -> str:
@@ -87,8 +84,7 @@ class Scoring:
 def scorings_of(config: Any) -> list[Scoring]:
     """Return the calls that score samples, in the order in which roles are constructed.
 
-    Copies of a role (`RunConfig.kind_of`) are not listed. A column that a role writes during
-    generation is not written again by another role.
+    Copies of a role (`RunConfig.kind_of`) are not listed.
     """
     roles = expand_roles(config.role_mapping)
     scorings = []
@@ -98,10 +94,6 @@ def scorings_of(config: Any) -> list[Scoring]:
         cls = declaring_class(config, role)
         for method, _, _ in registered_methods(cls):
             columns = columns_of(cls, method)
-            if columns is not None and columns.scores_as:
-                stage = config.reads_in(role)
-                scorings.append(Scoring(role, method, columns.writes, columns.scores_as, stage))
-    written = {scoring.column for scoring in scorings if scoring.stage == "gen"}
-    return [
-        scoring for scoring in scorings if scoring.stage == "gen" or scoring.column not in written
-    ]
+            if columns is not None and columns.scores:
+                scorings.append(Scoring(role, method, columns.writes))
+    return scorings

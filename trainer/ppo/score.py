@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from trainer.ppo.compute_advantage import columns_read
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.filters import columns_of_correction
+from trainer.ppo.filters import corrects
 from trainer.ppo.roles import Scoring, scorings_of
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_column, read_columns
@@ -34,11 +34,6 @@ def further_columns(reading: Scoring, config: PPOConfig) -> dict[str, bool]:
     return {name: True for name in reading.writes[1:] if name in wanted}
 
 
-def update_computes_old_log_probs(config: PPOConfig, step: int) -> bool:
-    """Return whether this step's update can compute the old log-probs of current samples."""
-    return update_can_compute_old_log_probs(config) and not measures_reference(config, step)
-
-
 def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
     """Return whether the update can compute the old log-probs of samples of the current policy.
 
@@ -50,7 +45,7 @@ def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
     """
     actor = config.actor_rollout_ref.actor
     correction = config.algorithm.rollout_correction
-    if correction.bypass_mode or columns_of_correction(correction):
+    if correction.bypass_mode or corrects(correction):
         return False
     if traits_of(get_policy_loss(actor.policy_loss.loss_mode)).choose_tokens is not None:
         return False
@@ -69,7 +64,7 @@ def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: i
     It does if the configuration allows it in this step, and every sample comes from the current
     policy: weights of this `version`.
     """
-    if not update_computes_old_log_probs(config, step):
+    if not update_can_compute_old_log_probs(config) or measures_reference(config, step):
         return False
     return bool((read_column(batch, "policy_version") == version).all())
 

@@ -349,7 +349,7 @@ class WorkerGroup(VerlGroup):
         self.state = state or GroupState(self.name, transport.world_size)
         self.state.learn(transport.started)
         for name, (role, method, function, mark) in method_table(roles, prefixed).items():
-            setattr(self, name, BoundMethod(self, role, method, function, mark))
+            setattr(self, name, self.bind(role, method, function, mark))
 
     def __getattr__(self, name: str) -> Any:
         """Raise an error that tells an unregistered method of the workers from an unknown name."""

@@ -83,7 +83,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=(*SEQUENCES, ROUTED), scores_as="old log-probs")
+    @batch_columns(reads=(*SEQUENCES, ROUTED), scores=True)
     def compute_log_prob(self, data: DataProto) -> CallResult:
         """Return `old_log_probs` and `entropys` of the responses under the current policy.
 

@@ -94,7 +94,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=SEQUENCES, scores_as="values")
+    @batch_columns(reads=SEQUENCES, scores=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values`; entry j is the output at the position before response token j.
 
@@ -171,7 +171,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         return replace(model, trains=False, saved=(), fsdp=fsdp, parallel=None, quantization=None)
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=SEQUENCES, scores_as="values")
+    @batch_columns(reads=SEQUENCES, scores=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values`, and `value_version`, the version of the weights."""
         columns = self.forward(data)

@@ -85,7 +85,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
             self.engine.build(self)
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=SEQUENCES, scores_as="reference")
+    @batch_columns(reads=SEQUENCES, scores=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` of the responses."""
         with adapter_off(self.engine.module):

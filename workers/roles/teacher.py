@@ -46,7 +46,7 @@ class TeacherWorker(ModelWorker):
     @batch_columns(
         reads=SEQUENCES,
         writes=[Column("teacher_log_prob", "[rows, R]", "float32", role="teacher")],
-        scores_as="teacher",
+        scores=True,
     )
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """Return `teacher_log_prob` of the responses."""

@@ -22,7 +22,7 @@ from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.async_training.step import AsyncTrainer
-from trainer.ppo.dataflow import step_nodes
+from trainer.ppo.dataflow import trace_step
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 
@@ -85,11 +85,10 @@ def check_graph(folder: Path, settings: list[str]) -> None:
     recorded = defaultdict[tuple[str, str], set[str]](set)
     for event in calls(folder):
         if event["args"]["stage"] in ("gen", "score", "update") and event["name"] not in CONCURRENT:
-            method = "generate_sequences" if event["name"] in ("submit", "take") else event["name"]
-            name = f"{config.kind_of(event['cat'])}.{method}"
+            name = f"{config.kind_of(event['cat'])}.{event['name']}"
             recorded[event["args"]["stage"], name].add(pools[event["cat"]])
-    for node in step_nodes(config):
-        if node.pool != "driver":
+    for node in trace_step(config)[0]:
+        if node.roles and node.stage != "update_weights":
             assert recorded.pop((node.stage, node.name)) == set(node.pool.split(", "))
     assert not recorded
 

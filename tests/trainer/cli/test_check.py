@@ -34,9 +34,8 @@ def test_a_split_placement_lists_axes_of_ranks_and_concurrent_calls() -> None:
     text = explained("placement=split", "trainer.n_gpus_per_node=8", *axes)
     assert "actor (shard 2, tp 2), rollout" in text
     assert re.search(r"critic_pool +4 CPU slots +critic \(sp 4\)", text)
-    assert "critic.update_critic\n    ‖ actor.update_actor" in text
-    assert "Calls on different pools run concurrently" in text
-    assert "Roles on actor_rollout_ref_pool share its processes and run one after the other" in text
+    assert "critic.update_critic ‖ actor.update_actor" in text
+    assert "rewards ‖ actor.compute_log_prob ‖ critic.compute_values" in text
 
 
 def test_a_pool_for_the_critic_is_proposed_only_if_there_is_a_device_for_it() -> None:

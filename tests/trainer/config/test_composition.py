@@ -10,6 +10,7 @@ from trainer import load_config
 from trainer.config.schema import TrainerConfig
 from trainer.config.settle import settle
 from trainer.launch import nominal_placement
+from trainer.ppo.dataflow import trace_step
 from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
 from trainer.tools.planner.search import partitions
@@ -62,7 +63,7 @@ def test_every_partition_of_roles_over_pools_is_planned() -> None:
         assert {name: sorted(plan.roles) for name, plan in pools.items()} == {
             f"p{place}": sorted(part) for place, part in enumerate(parts)
         }
-        assert batch_table(config)
+        assert batch_table(config, trace_step(config)[0])
         count += 1
     assert count == 52
 
@@ -84,6 +85,11 @@ def test_a_section_of_free_names_is_set_as_a_whole(caplog: pytest.LogCaptureFixt
             load_config([*NEEDED, unknown])
 
 
+def table_of(*settings: str) -> list[str]:
+    config = load_config([*NEEDED, *settings])
+    return batch_table(config, trace_step(config)[0]).splitlines()
+
+
 def test_the_table_has_every_size_in_its_unit() -> None:
     sizes = [
         "data.train_batch_size=24",
@@ -96,17 +102,15 @@ def test_the_table_has_every_size_in_its_unit() -> None:
         "trainer.n_gpus_per_node=3",
     ]
     micro = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
-    lines = batch_table(
-        load_config([*NEEDED, *sizes, *lengths, micro, "placement=split"])
-    ).splitlines()
-    cells = {line[:17].strip(): line[17:].split() for line in lines[2:]}
-    assert cells["generate"] == ["2", "24", "96", "48", "48", "1,920"]
-    assert cells["actor mini-batch"] == ["2", "8", "32", "16", "2", "80"]
-    assert cells["critic mini-batch"][0] == "1"
+    lines = table_of(*sizes, *lengths, micro, "placement=split")
+    cells = {name: numbers.split() for name, numbers in (line.split("  ", 1) for line in lines[2:])}
+    assert cells["rollout.generate_sequences"] == ["2", "24", "96", "48", "48", "1,920"]
+    assert cells["actor.update_actor"] == ["2", "8", "32", "16", "2", "80"]
+    assert cells["critic.update_critic"][0] == "1"
     tokens = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=320"
     for settings, at_once in ((), "440"), ((tokens,), "320"):
-        by_tokens = batch_table(load_config([*NEEDED, *sizes, *lengths, *settings]))
-        assert by_tokens.splitlines()[-1].split()[-3:] == ["by", "tokens", at_once]
+        by_tokens = table_of(*sizes, *lengths, *settings)
+        assert by_tokens[-1].split()[-3:] == ["by", "tokens", at_once]
 
 
 def test_ranks_that_share_a_model_have_the_same_samples() -> None:
@@ -118,10 +122,10 @@ def test_ranks_that_share_a_model_have_the_same_samples() -> None:
         "critic.parallel.tp=2",
     ]
     sizes = [*lengths, "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
-    lines = batch_table(load_config([*NEEDED, *ranks, *sizes, *axes])).splitlines()
-    cells = {line[:17].strip(): line[17:].split() for line in lines[2:]}
-    assert cells["actor mini-batch"][:4] == ["4", "8", "8", "8"]
-    assert cells["critic mini-batch"][:4] == ["4", "8", "8", "4"]
+    lines = table_of(*ranks, *sizes, *axes)
+    cells = {name: numbers.split() for name, numbers in (line.split("  ", 1) for line in lines[2:])}
+    assert cells["actor.update_actor"][:4] == ["4", "8", "8", "8"]
+    assert cells["critic.update_critic"][:4] == ["4", "8", "8", "4"]
 
 
 def test_grpo_process_is_biased_with_environments(caplog: pytest.LogCaptureFixture) -> None:

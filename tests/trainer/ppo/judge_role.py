@@ -57,7 +57,7 @@ class JudgeWorker(Worker):
     @batch_columns(
         reads=SEQUENCES,
         writes=[Column("judge_log_prob", "[rows, R]", "float32", role="judge")],
-        scores_as="judge",
+        scores=True,
     )
     def compute_judge_log_prob(self, data: DataProto) -> DataProto:
         """Return `judge_log_prob` of the responses."""

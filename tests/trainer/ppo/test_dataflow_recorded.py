@@ -14,15 +14,9 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import PPOTrainer, load_config, run
-from trainer.ppo.dataflow import (
-    STEP_1_NOTICE,
-    CallNode,
-    describe,
-    edges,
-    overridden_stages,
-    side_by_side,
-    step_nodes,
-)
+from trainer.ppo.dataflow import STEP_1_NOTICE, CallNode, describe, trace_step
+from verl_like.batch.protocol import DataProto
+from workers.columns import read_column
 
 ROLES = {
     "all four roles": (),
@@ -33,8 +27,6 @@ ROLES = {
     ),
     "dynamic sampling": ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true"),
 }
-PLACED_BY_THE_DRIVER = "update_weights"
-"""The stage whose calls `sync_weights` makes, a node of the driver."""
 
 
 class Recorded(PPOTrainer):
@@ -56,17 +48,17 @@ def recorded(
 
     spans: dict[str, dict[str, Any]] = {}
     for call in Recorded.calls_of_step:
-        if call["stage"] == PLACED_BY_THE_DRIVER:
-            continue
         name = f"{call['role']}.{call['method']}"
         span = spans.setdefault(name, dict(call))
         span["start"] = min(span["start"], call["start"])
         span["end"] = max(span["end"], call["end"])
-    return step_nodes(config), spans
+    nodes, problem = trace_step(config)
+    assert not problem
+    return nodes, spans
 
 
 def on_roles(nodes: Sequence[CallNode]) -> dict[str, CallNode]:
-    return {node.name: node for node in nodes if node.pool != "driver"}
+    return {node.name: node for node in nodes if node.roles}
 
 
 def check(nodes: Sequence[CallNode], spans: dict[str, dict[str, Any]]) -> None:
@@ -75,9 +67,8 @@ def check(nodes: Sequence[CallNode], spans: dict[str, dict[str, Any]]) -> None:
     assert set(drawn) == set(spans)
     for name, node in drawn.items():
         assert (spans[name]["stage"], spans[name]["pool"]) == (node.stage, node.pool)
-    after = edges(nodes)
-    for name in drawn:
-        for earlier in set(after[name]) & set(drawn):
+    for name, node in drawn.items():
+        for earlier in {name for _, name in node.after} & set(drawn):
             assert spans[earlier]["end"] <= spans[name]["start"] + 1e-3, (earlier, name)
 
 
@@ -113,7 +104,7 @@ def test_greedy_responses_of_remax_are_nodes(tiny_dir: Path, tmp_path: Path) -> 
     estimator = ("placement=colocate", f"algorithm.adv_estimator={by_path}")
     nodes, spans = recorded(tiny_dir, tmp_path, *estimator)
     check(nodes, spans)
-    assert "greedy_scores" in {node.name for node in nodes}
+    assert ("gen", "rewards") in {node.key for node in nodes}, "of greedy responses"
 
 
 def test_the_int8_reference_adds_a_pass_in_step_1(tiny_dir: Path, tmp_path: Path) -> None:
@@ -124,8 +115,9 @@ def test_the_int8_reference_adds_a_pass_in_step_1(tiny_dir: Path, tmp_path: Path
         "actor_rollout_ref.ref.quantization=int8",
     )
     config = load_config(overrides(tiny_dir, tmp_path, "placement=colocate", *settings))
-    assert "actor.compute_log_prob" in {node.name for node in step_nodes(config)}
-    assert describe(config).endswith(STEP_1_NOTICE)
+    nodes, problem = trace_step(config)
+    assert "actor.compute_log_prob" in {node.name for node in nodes}
+    assert describe(config, nodes, problem).endswith(STEP_1_NOTICE)
 
 
 def test_calls_overlap_across_pools_but_not_within_a_process(
@@ -134,15 +126,13 @@ def test_calls_overlap_across_pools_but_not_within_a_process(
     split = ("placement=split", "trainer.n_gpus_per_node=4")
     nodes, spans = recorded(tiny_dir, tmp_path, *split)
     check(nodes, spans)
-    drawn = on_roles(nodes)
-
-    overlaps = side_by_side(nodes, edges(nodes))
-    names = [(first.name, second.name) for first, second in overlaps]
-    pairs = [pair for pair in names if set(pair) <= set(drawn)]
-    assert ("critic.update_critic", "actor.update_actor") in pairs
-    for first, second in pairs:
-        if drawn[first].pool != drawn[second].pool and drawn[first].stage == "update":
-            assert overlapping(spans[first], spans[second]), (first, second)
+    pairs = [
+        (first.name, second.name)
+        for first, second in combinations(on_roles(nodes).values(), 2)
+        if first.stage == second.stage == "update" and first.key not in second.after
+    ]
+    assert pairs == [("critic.update_critic", "actor.update_actor")]
+    assert overlapping(*(spans[name] for name in pairs[0]))
 
     for call, later in combinations(Recorded.calls_of_step, 2):
         if call["pid"] == later["pid"]:
@@ -154,26 +144,62 @@ def overlapping(call: dict[str, Any], other: dict[str, Any]) -> bool:
     return min(call["end"], other["end"]) > max(call["start"], other["start"]) + 1e-3
 
 
-class OwnEstimate(PPOTrainer):
-    """Replaces a stage."""
+class ScoresTwice(PPOTrainer):
+    """Scores in turns, without the reference, and asks the rollout for more samples."""
 
-    def estimate(self, batch: Any) -> Any:
-        return batch, {}
-
-
-class OwnUpdate(OwnEstimate):
-    """Wraps a stage."""
+    def score(self, batch: Any) -> Any:
+        log_probs = self.call("actor", "compute_log_prob", batch).get().batch
+        values = self.call("critic", "compute_values", batch.union(log_probs)).get()
+        more = self.generate(next(self.prompts))
+        scores, metrics = self.rollouts.score(more)
+        assert len(scores) == len(batch)
+        return scores.union(values), metrics | {"mine": 1.0}
 
     def update(self, batch: Any) -> dict[str, float]:
-        return super().update(batch) | {"mine": 1.0}
+        return super().update(batch.union(self.call("ref", "compute_ref_log_prob", batch).get()))
+
+    def estimate(self, batch: Any) -> Any:
+        return batch.union(DataProto.from_dict({"mine": read_column(batch, "values")})), {}
 
 
-def test_the_graph_names_overridden_stages(tiny_dir: Path, tmp_path: Path) -> None:
-    overridden = overridden_stages(OwnUpdate)
-    assert overridden == ["OwnEstimate.estimate", "OwnUpdate.update"]
-    text = describe(load_config(overrides(tiny_dir, tmp_path)), overridden=overridden)
-    assert text.endswith(
-        "the graph shows the calls of PPO; OwnEstimate.estimate, OwnUpdate.update may make "
-        "other calls"
-    )
-    assert overridden_stages(Recorded) == [], "a hook is no stage"
+def test_an_overridden_stage_shows_the_calls_that_it_makes(tiny_dir: Path, tmp_path: Path) -> None:
+    split = ("placement=split", "trainer.n_gpus_per_node=2", "trainer.backend=ray")
+    config = load_config(overrides(tiny_dir, tmp_path, *split))
+    nodes, problem = trace_step(config, ScoresTwice)
+    assert not problem
+    assert [node.key for node in nodes] == [
+        ("gen", "prompts"),
+        ("gen", "rollout.generate_sequences"),
+        ("score", "actor.compute_log_prob"),
+        ("score", "critic.compute_values"),
+        ("score", "prompts"),
+        ("score", "rollout.generate_sequences"),
+        ("score", "rewards"),
+        ("adv", "mine"),
+        ("update", "ref.compute_ref_log_prob"),
+        ("update", "critic.update_critic"),
+        ("update", "actor.update_actor"),
+        ("update_weights", "rollout.update_weights"),
+    ]
+    values = nodes[3]
+    assert ("score", "actor.compute_log_prob") in values.after, "it is in turns, on two pools"
+    assert "Concurrent in score" not in describe(config, nodes, problem)
+    assert not any(tmp_path.iterdir()), "a step on stubs leaves the run folder alone"
+
+
+class ReadsMore(PPOTrainer):
+    """Reads a column that no worker declares."""
+
+    def score(self, batch: Any) -> Any:
+        batch, metrics = super().score(batch)
+        return batch, metrics | {"mine": batch.batch["undeclared"].mean()}
+
+
+def test_a_stage_that_fails_on_stubs_is_named(tiny_dir: Path, tmp_path: Path) -> None:
+    config = load_config(overrides(tiny_dir, tmp_path))
+    nodes, problem = trace_step(config, ReadsMore)
+    assert nodes[-1].stage == "score"
+    last = describe(config, nodes, problem).splitlines()[-1]
+    assert "further calls are not known" in last
+    assert "@batch_columns" in last
+    assert "undeclared" in last

@@ -13,7 +13,7 @@ from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import FEW_ROWS, calls, numbers, overrides
 from trainer import load_config, run
 from trainer.cli.plan_sections import watch_lines
-from trainer.ppo.dataflow import describe
+from trainer.ppo.dataflow import describe, trace_step
 from trainer.ppo.estimate import compute_distillation_advantage, distill
 from trainer.ppo.memory import role_memories
 from verl_like.batch.protocol import DataProto
@@ -181,8 +181,8 @@ def test_graph_and_memory_show_the_teacher(tiny_dir: Path, tmp_path: Path, teach
         "actor_rollout": "actor_rollout_ref_pool",
         "teacher": "critic_pool",
     }
-    text = describe(config)
-    assert "actor.compute_log_prob\n    ‖ teacher.compute_teacher_log_prob" in text
+    text = describe(config, *trace_step(config))
+    assert "actor.compute_log_prob ‖ teacher.compute_teacher_log_prob" in text
     assert "gae" not in text
     assert [line.partition(":")[0] for line in watch_lines(config)] == ["policy loss vanilla"]
     of_teacher = {memory.role: memory for memory in role_memories(config, "cpu")}["teacher"]

@@ -10,7 +10,7 @@ from tests.integration.runs import POLICY_ALONE, lines, overrides
 from trainer import PPOTrainer, load_config, run
 from trainer.observers.sample_log import tokens_by_sample
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import step_nodes
+from trainer.ppo.dataflow import trace_step
 from trainer.ppo.filters import FILTERS, Filtered, register_filter
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
@@ -33,7 +33,7 @@ def short_responses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register a filter that masks responses of more than LONGEST tokens."""
     monkeypatch.setattr(FILTERS, "_entries", dict(FILTERS))
 
-    @register_filter(SHORT, reads=("response_mask",), writes=lambda config: ("response_mask",))
+    @register_filter(SHORT)
     def keep(batch: DataProto, config: PPOConfig, step: int) -> Filtered:
         mask = batch.batch["response_mask"]
         is_long = mask.sum(dim=-1, keepdim=True) > LONGEST
@@ -57,7 +57,7 @@ def test_a_registered_filter_runs_last_and_its_tokens_are_accounted_for(
     metrics = lines(tmp_path)[-1]
     assert metrics["filter/long"] > 0
     assert metrics[f"training/num_excluded_tokens/{SHORT}"] == before - after
-    assert SHORT in [node.name for node in step_nodes(config)]
+    assert SHORT in [node.name for node in trace_step(config)[0]]
 
 
 def test_a_filter_with_other_parameters_is_rejected() -> None:

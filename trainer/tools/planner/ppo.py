@@ -10,9 +10,10 @@ from itertools import product
 from typing import ClassVar
 
 from trainer.config.devices import devices_of
+from trainer.launch import trainer_class
 from trainer.memory import model_memory
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import step_nodes
+from trainer.ppo.dataflow import CallNode, our_class, trace_step
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
 from trainer.ppo.roles import models_of
 from trainer.tools.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
@@ -75,14 +76,19 @@ class PPOJob(Job):
         roles = expand_roles(self.config.role_mapping)
         return [r for r in roles if r in self.models or self.config.kind_of(r) == "rollout"]
 
-    @functools.cache  # noqa: B019 - a job lives as long as its plan
+    @functools.cached_property
+    def nodes(self) -> Sequence[CallNode]:
+        """The calls of a step; those of our own class if the user's fails on stubs."""
+        cls = trainer_class(self.config)
+        nodes, problem = trace_step(self.config, cls)
+        return trace_step(self.config, our_class(cls))[0] if problem else nodes
+
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """Return (stage, method) for every call of the role in a step."""
-        prefix, nodes = f"{role}.", step_nodes(self.config)
+        """Return (stage, method) for every call of the role with a batch."""
         return [
-            (node.stage, node.name.removeprefix(prefix))
-            for node in nodes
-            if node.name.startswith(prefix) and node.stage in self.stages
+            (node.stage, node.name.rpartition(".")[2])
+            for node in self.nodes
+            if role in node.roles and node.reads and node.stage in self.stages
         ]
 
     def rows(self, role: str) -> StepRows:
