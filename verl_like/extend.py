@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from verl_like.config_key import ReadWhen as ReadWhen
     from verl_like.config_key import config_field as config_field
     from workers.agents.environment import ENVIRONMENT_ADAPTERS as ENVIRONMENT_ADAPTERS
+    from workers.columns import Column as Column
+    from workers.columns import batch_columns as batch_columns
     from workers.columns import read_columns as read_columns
     from workers.columns import write_columns as write_columns
     from workers.config import FSDPConfig as FSDPConfig

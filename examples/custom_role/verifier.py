@@ -16,13 +16,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl_like import DataProto, Dispatch, Worker, register
 from verl_like.extend import (
+    Column,
     FSDPConfig,
     PPOTrainer,
     RoleModelSpec,
     ScoreTrainEngine,
+    batch_columns,
     read_columns,
     reduce_metrics,
 )
+from workers.columns import SEQUENCES
 from workers.config import critic_model, critic_optim
 from workers.roles.critic import value_budget
 from workers.training.loss import Loss
@@ -52,6 +55,7 @@ class VerifierWorker(Worker):
         self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @batch_columns(SEQUENCES, writes=[Column("verdicts", "[rows]", "float32")])
     def compute_verdicts(self, data: DataProto) -> DataProto:
         """Return `verdicts` [rows], the probabilities that the whole responses are good."""
         return DataProto.from_dict(
