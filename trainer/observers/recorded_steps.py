@@ -39,6 +39,7 @@ class RecordedSteps:
         """Begin the record with the weights of the beginning, as step 0."""
         self._settings = flat_config(self._config)
         self._recorder = Recorder(self._folder, "verl-like", self._settings)
+        trainer.groups["actor"].gradient_norms()
         if trainer.global_step == 0:
             self._recorder.step(0, weight_norms=weight_norms(trainer))
 
@@ -50,7 +51,11 @@ class RecordedSteps:
         """Write the step, and delete the file of the oldest."""
         arrays, self._arrays = self._arrays, {}
         step, numbers = trainer.global_step, numbers_of(metrics, self._settings)
-        self._recorder.step(step, arrays, **numbers, weight_norms=weight_norms(trainer))
+        gradients = {
+            n: x for rank in trainer.groups["actor"].gradient_norms() for n, x in rank.items()
+        }
+        norms = {"grad_norms": gradients, "weight_norms": weight_norms(trainer)}
+        self._recorder.step(step, arrays, **numbers, **norms)
         if self._config.trainer.record != "all":
             oldest = step - int(self._config.trainer.record)
             (self._recorder.folder / f"{oldest}.safetensors").unlink(missing_ok=True)

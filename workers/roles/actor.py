@@ -182,6 +182,15 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         return {name: float(tensor.double().norm()) for name, tensor in tensors}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norms of the last step's gradients before clipping, by the weights' names.
+
+        The first call turns their computation on, and returns none.
+        """
+        norms, self.engine.gradient_norms = self.engine.gradient_norms or {}, {}
+        return norms
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self, as_sent: bool = False) -> str:
         """Return a hash of the full weights; with `as_sent`, of the weights that rollouts get."""
         if as_sent and self.sends_adapter:

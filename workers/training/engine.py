@@ -59,6 +59,7 @@ from workers.training.optim import (
     Schedule,
     build_optimizer,
     guarded_step,
+    norms_by_name,
 )
 from workers.training.out_of_memory import run_to_the_end
 from workers.training.packing import Work, check_rows
@@ -98,6 +99,8 @@ class TrainEngine(Model):
         self.optimizer: torch.optim.Optimizer | None = None
         self.has_gradients = False
         self.kept_gradients: dict[int, Tensor] = {}
+        self.gradient_norms: dict[str, float] | None = None
+        """Weight -> the norm of its gradient in the last step; None if they are not recorded."""
         """Gradients by number of the parameter (`workers.training.gradient_products`)."""
         self.smaller_budgets: dict[MicroBatchBudget, MicroBatchBudget] = {}
         """Budget that ran out of memory -> smaller budget that fitted (`smaller_passes`)."""
@@ -311,6 +314,9 @@ class TrainEngine(Model):
         self.sum_gradients()
         grad_clip = self.grad_clip if settings.grad_clip is None else settings.grad_clip
         copies = [self.module.get_parameter(name) for name in self.layers.copies]
+        if self.gradient_norms is not None:
+            named = self.module.named_parameters()
+            self.gradient_norms = norms_by_name((name, p.grad) for name, p in named)
         with settings.applied_to(self.optimizer):
             lr: float = self.optimizer.param_groups[0]["lr"]
             norm = guarded_step(self.optimizer, self.parameters(), grad_clip, self.groups, copies)

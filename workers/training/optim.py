@@ -205,6 +205,14 @@ def guarded_step(
     return size
 
 
+def norms_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, float]:
+    """Return the Euclidean norm of every tensor, with one copy to the host."""
+    tensors = {name: tensor for name, tensor in named if tensor is not None}
+    norms = torch._foreach_norm([*tensors.values()], dtype=torch.float32) if tensors else []
+    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return dict(zip(tensors, torch.stack(whole).tolist() if whole else [], strict=True))
+
+
 def num_shards(tensor: Tensor) -> int:
     """Return the number of ranks with different shards of a tensor; other ranks have copies."""
     from torch.distributed.tensor import DTensor, Replicate

@@ -158,6 +158,8 @@ def pair_of(name: str, a: Step, b: Step) -> tuple[np.ndarray, np.ndarray, list[s
             return x.astype(float), y.astype(float), []
         width = max(z.shape[1] for z in (x, y) if z.ndim == 2)
         return a.on_tokens(x, width), b.on_tokens(y, width), []
+    if name == "grad_norms" and a.side.framework != b.side.framework:  # one may be clipped
+        return None
     if all(name in step.numbers for step in sides):
         named = [step.numbers[name] for step in sides]
         named = [numbers if isinstance(numbers, dict) else {"": numbers} for numbers in named]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import pytest
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import load_config, run
 from trainer.cli.bisect import bisect, text_of
+from trainer.tools.bisect.sides import open_side
 from verl_like.errors import ConfigError
 from verl_like.record import Recorder
 
 OTHER_SAMPLES = "trainer.seed=7"
+ONE_UPDATE = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +25,16 @@ def first(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def a_run(tiny_dir: Path, folder: Path, *settings: str) -> Path:
     common = ("trainer.backend=local", "trainer.record=all", "trainer.total_training_steps=1")
-    samples = ("actor_rollout_ref.rollout.n=8", "data.max_response_length=8")
+    samples = ("actor_rollout_ref.rollout.n=8", "data.max_response_length=8", ONE_UPDATE)
     run(load_config(overrides(tiny_dir, folder, *common, *POLICY_ALONE, *samples, *settings)))
     return folder
+
+
+def test_a_record_has_the_gradient_of_every_weight(first: Path) -> None:
+    numbers = open_side(str(first)).steps[1]
+    gradients = numbers["grad_norms"]
+    assert gradients.keys() <= numbers["weight_norms"].keys()
+    assert math.hypot(*gradients.values()) == pytest.approx(numbers["grad_norm"], rel=1e-5)
 
 
 def test_with_a_s_samples_the_second_difference_is_found(
