@@ -21,7 +21,7 @@ from typing import Any
 from verl_like.backends.rpc import ProcessTransport, Requests, receive, send
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
-from verl_like.calls.wire import Call, Header, Pending, Slot
+from verl_like.calls.wire import Call, Header, Pending, unpack
 from verl_like.process.info import ProcessInfo
 
 Meshes = Mapping[str, Mapping[str, tuple[int, bool]]]
@@ -101,7 +101,7 @@ class Simulated(ProcessTransport):
 
 def filled(call: Call, parts: Sequence[Any]) -> list[Any]:
     """Return the arguments of a call."""
-    return [parts[value.part] if isinstance(value, Slot) else value for value in call.args]
+    return [unpack(value, parts, readonly=True) for value in call.args]
 
 
 def batch_answer(payload: DataProto, batch: DataProto, form: str, **fields: Any) -> Answer:

@@ -61,6 +61,7 @@ class Shared:
 class Workers(Simulated):
     """Ranks of all roles of a PPO run."""
 
+    has_store = True
     cpu_s: ClassVar[float] = 0.0
     """CPU seconds of all ranks, which are not the driver's work."""
     bytes_out: ClassVar[int] = 0

@@ -9,30 +9,62 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from verl_like.batch.protocol import DataProto, Shard
 from verl_like.errors import BatchError, DispatchError
 
 
-def split_rows(data: DataProto, num_chunks: int) -> list[DataProto]:
+class RowsOfPart(NamedTuple):
+    """A chunk as rows of a part of the batch; several workers get the part, and take their rows."""
+
+    part: DataProto
+    start: int
+    """Number of the chunk's first row within the part."""
+    shard: Shard
+
+
+def split_into_parts(
+    data: DataProto, num_chunks: int, per_part: int
+) -> list[DataProto | RowsOfPart]:
     """Return contiguous chunks of equal length, the last ones padded and marked.
 
-    Chunks without pad rows share storage with the batch.
+    `per_part` neighbors without pad rows share a part of the batch, and the parts share its
+    storage. To pickle a part takes about as long as to pickle one chunk.
     """
     total = len(data)
     size = -(-total // num_chunks)
-    views = [data.select()] if size == total else data.views(size)
-    chunks = []
+    of_part = size * per_part
+    parts = [data.select()] if of_part >= total else data.views(of_part)
+    chunks: list[DataProto | RowsOfPart] = []
     for index in range(num_chunks):
-        start, stop = min(index * size, total), min((index + 1) * size, total)
-        if stop - start == size:
-            chunk = views[index]
-        else:
-            padding = [i % total for i in range(size - (stop - start))]
-            chunk = data.select_idxs([*range(start, stop), *padding])
-        chunk.shard = Shard(
-            index=index, count=num_chunks, start=start, rows=stop - start, total=total
-        )
+        start = min(index * size, total)
+        rows = min(size, total - start)
+        shard = Shard(index=index, count=num_chunks, start=start, rows=rows, total=total)
+        if rows == size:
+            chunks.append(RowsOfPart(parts[start // of_part], start % of_part, shard))
+            continue
+        padding = [row % total for row in range(size - rows)]
+        chunk = data.select_idxs([*range(start, start + rows), *padding])
+        chunk.shard = shard
+        chunks.append(chunk)
+    return chunks
+
+
+def take_rows(part: DataProto, start: int, shard: Shard) -> DataProto:
+    """Return a chunk, which shares the storage of its part."""
+    chunk = view_rows(part, start, start + shard.rows)
+    chunk.shard = shard
+    return chunk
+
+
+def split_rows(data: DataProto, num_chunks: int) -> list[DataProto]:
+    """Return the chunks of `split_into_parts` as batches."""
+    chunks = []
+    for chunk in split_into_parts(data, num_chunks, per_part=1):
+        if isinstance(chunk, RowsOfPart):
+            chunk.part.shard = chunk.shard
+            chunk = chunk.part
         chunks.append(chunk)
     return chunks
 

@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import join_chunks, split_rows
+from verl_like.batch.split import join_chunks, split_into_parts, split_rows
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.result import declared_form
 from verl_like.calls.transport import Transport
@@ -58,6 +58,8 @@ class CallTarget:
         self.world_size = len(self.ranks)
         self._group, self._role, self._function = group, role, function
         self._is_one_rank = rank is not None
+        self.shares_parts = rank is None and group.transport.has_store
+        """True if the ranks of a node may get one part of a batch, and take their rows from it."""
         self._meshes: dict[str, MeshLayout] = {}
 
     def mesh_layout(self, mesh_name: str) -> MeshLayout:
@@ -186,6 +188,7 @@ def mode_of_functions(dispatch_fn: Callable[..., Any], collect_fn: Callable[...,
 
     @functools.wraps(dispatch_fn)
     def checked(target: CallTarget, /, *args: Any, **kwargs: Any) -> Any:
+        target.shares_parts = False  # a function of a user gets chunks
         split_args, split_kwargs = dispatch_fn(target, *args, **kwargs)
         for name, values in [*enumerate(split_args), *split_kwargs.items()]:
             is_list = isinstance(values, (list, tuple))
@@ -236,7 +239,10 @@ def split_over(target: CallTarget, value: Any, key: int | str, num_chunks: int) 
             f"{target.call_site}: {target.argument(key)} has no rows to split over {num_chunks} "
             "worker(s)."
         )
-    return split_rows(value, num_chunks)
+    if not target.shares_parts:
+        return split_rows(value, num_chunks)
+    nodes = sum(process.local_rank == 0 for process in target.transport.processes)
+    return split_into_parts(value, num_chunks, per_part=-(-num_chunks // nodes))
 
 
 def _per_argument(split: Callable[[CallTarget, Any, int | str], list[Any]]) -> Callable[..., Any]:

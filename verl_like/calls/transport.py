@@ -61,6 +61,8 @@ class Transport(ABC):
     """Transports of one kind can wait for, fetch and pass on each other's references."""
     can_kill: ClassVar[bool] = False
     """True if the ranks have their own processes, separate from the driver's."""
+    has_store: ClassVar[bool] = False
+    """True if the ranks of a node read what `share` stored without a copy."""
     started: list[Header]
     """The header of each rank from the construction of its roles."""
 

@@ -20,8 +20,8 @@ import cloudpickle
 import numpy as np
 import torch
 
-from verl_like.batch.protocol import DataProto
-from verl_like.batch.split import place_chunk
+from verl_like.batch.protocol import DataProto, Shard
+from verl_like.batch.split import RowsOfPart, place_chunk, take_rows
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import DispatchError, WorkerError
 
@@ -43,12 +43,14 @@ class Slot:
     """A placeholder in a call for the value of part number `part`.
 
     If the value is chunk `index` of another group's result, `headers` are the numbers of the parts
-    with the headers of all chunks.
+    with the headers of all chunks. If the ranks of a node get one part, `rows` are this rank's
+    first row in it, and its shard.
     """
 
     part: int
     headers: tuple[int, ...] = ()
     index: int = 0
+    rows: tuple[int, Shard] | None = None
 
 
 @dataclass(frozen=True)
@@ -226,15 +228,18 @@ class Packer:
                 first = len(parts)
                 parts += [value.payload, *value.headers]
                 packed.append(Slot(first, tuple(range(first + 1, len(parts))), value.index))
-            elif id(value) in self._shared or num_bytes(value) >= SHARED_BYTES:
-                if id(value) not in self._shared:
-                    part, keeper = self._share(value)
-                    self._shared[id(value)] = value, part
+                continue
+            of_part = value if isinstance(value, RowsOfPart) else None
+            large = value if of_part is None else of_part.part
+            if id(large) in self._shared or num_bytes(large) >= SHARED_BYTES:
+                if id(large) not in self._shared:
+                    part, keeper = self._share(large)
+                    self._shared[id(large)] = large, part
                     self.keeps.append(keeper)
-                packed.append(Slot(len(parts)))
-                parts.append(self._shared[id(value)][1])
+                packed.append(Slot(len(parts), rows=None if of_part is None else of_part[1:]))
+                parts.append(self._shared[id(large)][1])
             else:
-                packed.append(value)
+                packed.append(value if of_part is None else take_rows(*of_part))
         return packed, parts
 
 
@@ -264,6 +269,8 @@ def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
     """
     if isinstance(value, Slot):
         slot, value = value, parts[value.part]
+        if slot.rows is not None:
+            value = take_rows(value, *slot.rows)
         if slot.headers:
             packed = [parts[number] for number in slot.headers]
             if len(packed) == 1 and isinstance(packed[0], list):

@@ -66,6 +66,7 @@ class RayTransport(ProcessTransport):
     """Calls travel as actor tasks; a payload stays in the object store until it is fetched."""
 
     kind = "ray"
+    has_store = True
 
     def __init__(
         self,

@@ -77,3 +77,18 @@ def test_two_calls_on_a_batch_put_it_once(monkeypatch: pytest.MonkeyPatch) -> No
             assert torch.equal(call.get().batch["x"], data.batch["x"])
         group.same.remote(data).get()
         assert len(puts) == 2, "the calls before have ended, so nobody held it"
+
+
+@pytest.mark.parametrize(("rows", "num_puts"), [(60_000, 1), (60_001, 2)])
+def test_the_ranks_of_a_node_take_their_rows_of_one_stored_batch(
+    rows: int, num_puts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puts = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: puts.append(value) or put(value))
+    with start("ray", {"modes": (Modes, ())}, [3]) as group:
+        data = batch(rows)
+        same = group.same.remote(data).get()
+    assert len(puts) == num_puts, "a chunk with pad rows is put alone"
+    assert torch.equal(same.batch["x"], data.batch["x"])
+    assert same.non_tensor_batch["uid"].tolist() == data.non_tensor_batch["uid"].tolist()
