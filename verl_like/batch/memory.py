@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -96,17 +97,36 @@ def join_rows(parts: list[torch.Tensor], *, keeps: bool = True) -> torch.Tensor:
     if size < (LARGE_BYTES if keeps else UNKEPT_BYTES) or not all(map(_is_plain, parts)):
         return torch.cat(parts)
     shape, dtype = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]]), parts[0].dtype
-    if keeps:
-        return torch.cat(parts, out=_room(shape, dtype))
-    pages = mmap.mmap(-1, shape.numel() * dtype.itemsize)
-    if len(pages) >= LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.cat(parts, out=torch.frombuffer(pages, dtype=dtype).view(shape))
+    return torch.cat(parts, out=_room(shape, dtype) if keeps else _pages(shape, dtype))
+
+
+def pick_spans(values: torch.Tensor, spans: Iterable[tuple[int, int]]) -> torch.Tensor:
+    """Return the values between each start and end, in this order, in new memory.
+
+    On CPUs, numpy must know the dtype.
+    """
+    if not _is_plain(values):
+        return torch.cat([values[:0], *(values[start:end] for start, end in spans)])
+    array = values.numpy()  # to slice an array takes a fifth of the time
+    picked = [array[:0], *(array[start:end] for start, end in spans)]
+    shape, dtype = torch.Size([sum(map(len, picked)), *values.shape[1:]]), values.dtype
+    is_small = shape.numel() * dtype.itemsize < UNKEPT_BYTES
+    joined = torch.empty(shape, dtype=dtype) if is_small else _pages(shape, dtype)
+    np.concatenate(picked, out=joined.numpy())
+    return joined
 
 
 def _is_plain(column: torch.Tensor) -> bool:
     """Return whether the column is on the CPU and carries no gradient."""
     return column.device.type == "cpu" and not column.requires_grad
+
+
+def _pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialized tensor; its memory returns to the system when it is freed."""
+    pages = mmap.mmap(-1, shape.numel() * dtype.itemsize)
+    if len(pages) >= LARGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -155,7 +155,7 @@ def _concat_column(name: str, parts: Sequence[Any]) -> Any:
 
     if isinstance(first, np.ndarray):
         return np.concatenate(parts)
-    parts = [part.to(first.device) for part in parts]
+    parts = [part if part.device == first.device else part.to(first.device) for part in parts]
     if all(isinstance(part, RaggedTensor) and part.fill == parts[0].fill for part in parts):
         return join_ragged(parts)
     return join_rows([rectangle_of(part) for part in parts])

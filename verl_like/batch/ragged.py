@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_like.batch.memory import join_rows
+from verl_like.batch.memory import join_rows, pick_spans
 from verl_like.errors import BatchError
 from verl_like.tensor_ops.masked import INTEGERS
 
@@ -204,9 +204,9 @@ class RaggedTensor:
         assert dim == 0, "only rows are picked"
         index = index.cpu()
         sizes = self._row_sizes()
-        spans = zip(sizes.cumsum(0)[index].tolist(), sizes[index].tolist(), strict=True)
-        picked = [self.values[end - size : end] for end, size in spans]
-        values = join_rows(picked, keeps=False) if picked else self.values[:0]
+        ends, sizes = sizes.cumsum(0)[index], sizes[index]
+        spans = zip((ends - sizes).tolist(), ends.tolist(), strict=True)
+        values = pick_spans(_bits(self.values), spans).view(self.dtype)
         return self._with_spans(values, index)
 
     def repeat_interleave(self, repeats: int, dim: int) -> RaggedTensor:

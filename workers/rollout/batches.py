@@ -185,7 +185,9 @@ def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.
     """Return the rows of a column without padding."""
     column = batch.column(name)
     if isinstance(column, RaggedTensor):
-        return [row.numpy() for row in column.rows()]
+        ends = column.lengths.cumsum(0).tolist()
+        values = column.values.numpy()  # to slice an array takes a fifth of the time
+        return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     prompt_counts, response_counts = token_counts(batch)
     counts = (response_counts if of_response else prompt_counts).tolist()
     width = column.shape[1]
@@ -212,7 +214,7 @@ def _hash(
 ) -> int:
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=8)
     for part in (prompt, tokens, versions, segments):
-        digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
+        digest.update(np.ascontiguousarray(part, dtype="<i8"))
     for _, sha, *_ in images:
         digest.update(bytes.fromhex(sha))
     return int.from_bytes(digest.digest(), "little", signed=True)
