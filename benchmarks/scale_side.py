@@ -29,7 +29,7 @@ from simulated_roles import PROMPT, RESPONSE, Workers
 from trainer.async_training.recipe import ASYNC
 from trainer.async_training.step import AsyncTrainer
 from trainer.config.compose import load_config
-from trainer.groups import worker_groups
+from trainer.groups import cluster, worker_groups
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import show_plan
 from trainer.loop import Loop, Trainer
@@ -225,12 +225,12 @@ def run(
     SimulatedPools.tp, SimulatedPools.far_ends = tp, FarEnds()
     nodes = [NodeSpec(f"node-{n}", ON_NODE, 64.0, key=f"{n}") for n in range(num_ranks // ON_NODE)]
     pretended = {
-        "find_nodes": lambda *_: nodes,
         "require_shared_folder": lambda *_: None,
         "PoolStarter": SimulatedPools,
     }
     with ExitStack() as at_end:
         at_end.enter_context(mock.patch.multiple(worker_groups, **pretended))
+        at_end.enter_context(mock.patch.object(cluster, "find_nodes", return_value=nodes))
         lock = at_end.enter_context(FolderLock(folder))
         inputs = cls.prepare(config, at_end)
         config = cls.recipe.resolve(config)

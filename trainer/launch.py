@@ -274,7 +274,7 @@ def describe_plan(
     parts = trainer_cls.recipe.describe(config, trainer_cls, not full)
     parts = [*parts, placement.draw(describe_axes(config, models))]
     if any(len(pool.nodes) > 1 for pool in placement.pools.values()):
-        from trainer.groups.slow_links import propose_hsdp
+        from trainer.groups.describe import propose_hsdp
 
         parts += propose_hsdp(placement, models)
     if not full and trainer.device == "auto" and trainer.n_gpus_per_node > 1:
@@ -362,7 +362,7 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
         from verl_like.backends.ray.runtime_env import check_runtime_env
 
         check_runtime_env(config.ray.runtime_env, runs_here=joined_cluster(config) is None)
-    from trainer.groups.own_devices import describe_devices
+    from trainer.groups.describe import describe_devices
 
     lines = [describe_devices(config)]
     for role in config.role_workers:

@@ -28,8 +28,7 @@ from trainer.async_training.generator import Generator
 from trainer.async_training.origins import Origins
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
-from trainer.groups.drained_nodes import can_move, pools_to_move
-from trainer.groups.joining import note_address
+from trainer.groups.changing_pools import can_move, note_address, pools_to_move
 from trainer.loop import StopRequested, Trainer
 from trainer.lost_groups import wait_for_room
 from trainer.record import Run

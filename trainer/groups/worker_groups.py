@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import find_nodes, plan_on, require_shared_folder
+from trainer.groups.nodes import plan_on, require_shared_folder
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
@@ -162,6 +162,8 @@ class WorkerGroups:
         self._calls_of_left: list[dict[str, Any]] = []
         """Calls of pools that have left since the last `take_calls`."""
 
+        from trainer.groups.cluster import find_nodes
+
         code = list(config.role_workers.values() if worker_code is None else worker_code)
         self.placement = plan_on(config, find_nodes(config, code))
         self._classes = {
@@ -208,7 +210,7 @@ class WorkerGroups:
                 f"pool '{plan.name}' cannot be restarted: it runs in the driver's own process. On "
                 "trainer.backend=ray every pool has processes that can be restarted."
             )
-        from trainer.groups.drained_nodes import leave_lost_nodes
+        from trainer.groups.changing_pools import leave_lost_nodes
 
         has_moved, before = leave_lost_nodes(self, pool), self._fused[pool]
         before.shutdown()
@@ -230,7 +232,7 @@ class WorkerGroups:
 
         Raise InsufficientResourcesError if no node has room.
         """
-        from trainer.groups.joining import with_pool
+        from trainer.groups.changing_pools import with_pool
 
         with self.planning:
             self.placement = with_pool(self.config, self.placement, pool)
@@ -296,7 +298,7 @@ class WorkerGroups:
 
         Afterwards the other pools have no call in progress.
         """
-        from trainer.groups.drained_nodes import pools_to_move
+        from trainer.groups.changing_pools import pools_to_move
 
         for group in self._fused.values():
             group.transport.companions = []  # every pool is checked by its own call

@@ -18,7 +18,6 @@ from trainer.config.checks import (
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
-from trainer.groups.nodes import begin_cluster
 from trainer.observers.alarms import ALARM_RULES
 from trainer.ppo.checks import check_named_rewards, check_players
 from trainer.ppo.compute_advantage import check_columns
@@ -49,7 +48,10 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     check_files(config.data)
     preflight.check_reward_files(config)
     check_models(config)
-    begin_cluster(config, at_end)
+    if config.trainer.backend == "ray":
+        from trainer.groups.cluster import begin_cluster
+
+        begin_cluster(config, at_end)
     # workers inherit this; a progress bar per rank and weight file would hide the run's own output
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

@@ -9,7 +9,7 @@ import pytest
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
-from trainer.groups.own_devices import describe_devices
+from trainer.groups.describe import describe_devices
 from trainer.launch import nominal_placement
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config

@@ -11,7 +11,7 @@ from tests.integration.runs import overrides
 from trainer.config.compose import load_config
 from trainer.config.devices import devices_of
 from trainer.config.schema import TrainerConfig
-from trainer.groups.own_devices import describe_devices
+from trainer.groups.describe import describe_devices
 from trainer.launch import ALL_FOUND, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO

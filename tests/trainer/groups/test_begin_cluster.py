@@ -1,4 +1,4 @@
-"""`trainer.groups.nodes.begin_cluster`: Ray starts during the other preparations of a run."""
+"""`trainer.groups.cluster.begin_cluster`: Ray starts during the other preparations of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import load_config
-from trainer.groups import nodes
+from trainer.groups import cluster
 
 
 @pytest.fixture(autouse=True)
@@ -32,9 +32,9 @@ def test_the_thread_that_starts_ray_ends_with_the_attempt(
         assert may_connect.wait(30)
         is_connected.set()
 
-    monkeypatch.setattr(nodes, "_connect", connect)
+    monkeypatch.setattr(cluster, "_connect", connect)
     with ExitStack() as at_end:
-        nodes.begin_cluster(on_ray(tiny_dir, tmp_path), at_end)
+        cluster.begin_cluster(on_ray(tiny_dir, tmp_path), at_end)
         assert not is_connected.is_set()
         may_connect.set()
     assert is_connected.is_set()
@@ -46,12 +46,12 @@ def test_a_start_that_fails_is_repeated_later(
     def connect(config: Any, worker_code: Any) -> None:
         raise OSError("no place for a socket")
 
-    monkeypatch.setattr(nodes, "_connect", connect)
+    monkeypatch.setattr(cluster, "_connect", connect)
     config = on_ray(tiny_dir, tmp_path)
     with ExitStack() as at_end:
-        nodes.begin_cluster(config, at_end)
+        cluster.begin_cluster(config, at_end)
     with pytest.raises(OSError, match="no place"):
-        nodes.find_nodes(config, [])
+        cluster.find_nodes(config, [])
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_run_without_its_own_cluster_starts_none(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
 ) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(nodes, "_connect", lambda config, code: started.append(config))
+    monkeypatch.setattr(cluster, "_connect", lambda config, code: started.append(config))
     with ExitStack() as at_end:
-        nodes.begin_cluster(on_ray(tiny_dir, tmp_path, setting), at_end)
+        cluster.begin_cluster(on_ray(tiny_dir, tmp_path, setting), at_end)
     assert started == []

@@ -11,7 +11,8 @@ from tests.integration.runs import overrides
 from tests.trainer.groups.reporting_role import reporting
 from trainer import load_config
 from trainer.config.schema import PoolResources
-from trainer.groups.nodes import find_nodes, needs_of_pools
+from trainer.groups.cluster import find_nodes
+from trainer.groups.nodes import needs_of_pools
 from trainer.groups.worker_groups import WorkerGroups
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.integration.runs import overrides
 from trainer import load_config
+from trainer.groups.describe import propose_hsdp
 from trainer.groups.nodes import plan_on
-from trainer.groups.slow_links import propose_hsdp
 from trainer.memory import role_models
 from verl_like.placement.pools import NodeSpec
 

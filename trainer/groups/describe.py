@@ -1,13 +1,17 @@
-"""The devices of this machine in words, for `verl-like check`."""
+"""The devices and the placement of a run in words, with advice, for `verl-like check` and runs."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig
 from trainer.groups.nodes import devices_here, joined_cluster, needs_of_pools
+from verl_like.placement.plan import NEARNESS, Placement, PoolPlan
 from verl_like.placement.pools import NodeSpec
+from workers.parallel.sharding import dims_of
+from workers.training.role_model import RoleModelSpec
 
 
 def describe_devices(config: RunConfig) -> str:
@@ -46,3 +50,30 @@ def _note_of_idle_gpus(config: RunConfig) -> str:
     if not config.pool_keys and trainer.n_gpus_per_node != has.num_gpus:
         way = f"set trainer.n_gpus_per_node={has.num_gpus} to use all"
     return f"\nnote: this run uses {used} of {num_gpus} GPUs; {way}"
+
+
+def slow_label(pool: PoolPlan) -> str:
+    """Return the first label of `NEARNESS` in which the pool's nodes differ; "" if none."""
+    values = {name: {(node.labels or {}).get(name) for node in pool.nodes} for name in NEARNESS}
+    return next((name for name in NEARNESS if len(values[name]) > 1), "")
+
+
+def propose_hsdp(placement: Placement, models: Mapping[str, RoleModelSpec]) -> list[str]:
+    """Return a note for each pool that shards weights over nodes which are far from each other."""
+    notes = []
+    for pool in placement.pools.values():
+        label = slow_label(pool)
+        keys: dict[str, int] = {}
+        for model in (models[role] for role in pool.roles if role in models):
+            dims = dims_of(pool.world_size, model.sharding)
+            inside = math.gcd(min(pool.process_on_nodes) // dims.model_size, dims.data_size)
+            if 0 < inside < dims.shard:
+                keys[f"{model.axes_key}.shard"] = inside
+        if label and keys:
+            settings = " ".join(f"{key}={size}" for key, size in keys.items())
+            notes.append(
+                f"note: the nodes of {pool.name} differ in {label}, and weights are "
+                f"sharded over all of them. If the links between them are slow, try {settings} "
+                "(HSDP): weights are then gathered within a node, which needs more memory."
+            )
+    return notes

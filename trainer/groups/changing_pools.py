@@ -1,16 +1,26 @@
-"""Pools that lose nodes, because the nodes are gone or because Ray drains them."""
+"""Pools that leave nodes or join while the run goes on.
+
+A pool leaves nodes that are gone or that Ray drains, and moves to others. A pool without which the
+run may begin, or go on, joins once a node has room.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import living_nodes, plan_on, require_shared_folder
+from trainer.groups.cluster import living_nodes
+from trainer.groups.nodes import needs_of_pools, plan_on, require_shared_folder
 from verl_like.errors import InsufficientResourcesError, PlacementError
-from verl_like.placement.plan import Placement
+from verl_like.files import write_whole
+from verl_like.placement.plan import Placement, PoolPlan
+from verl_like.placement.roles import expand_roles
 
+RAY_ADDRESS = "ray_address.txt"
+"""The file of the run folder with the address at which other nodes join its cluster."""
 logger = logging.getLogger(__name__)
 
 
@@ -76,3 +86,23 @@ def leave_lost_nodes(groups: Any, pool: str) -> bool:
     logger.warning("pool %s lost a node and moved to %s.", pool, nodes)
     groups.note_placement()
     return True
+
+
+def note_address(folder: Path) -> None:
+    """Write the address of the Ray cluster to the run folder, for `verl-like join`."""
+    from verl_like.backends.ray.cluster import address_of_head
+
+    write_whole(folder / RAY_ADDRESS, address_of_head())
+
+
+def with_pool(config: RunConfig, placement: Placement, pool: str) -> Placement:
+    """Return the plan with a further pool, on living nodes with room."""
+    nodes, need = living_nodes(config), needs_of_pools(config)[pool]
+    cpus = need.cpus or min(plan.cpus_per_process for plan in placement.pools.values())
+    gpus = max((need.devices_on(node) for node in nodes if node.kind == "GPU"), default=0.0)
+    roles = [r for r, its_pool in expand_roles(config.role_mapping).items() if its_pool == pool]
+    sizes = tuple(config.resource_pool_spec[pool])
+    absent = PoolPlan(pool, sizes, (), tuple(roles), cpus, gpus, need.resources, need.labels)
+    placement = Placement({**placement.pools, pool: absent}).moved(pool, nodes)
+    require_shared_folder(config, placement)
+    return placement
