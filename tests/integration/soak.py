@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import waiting
 from tests.forked_ray import ask_for_forks
 from tests.integration.drained_nodes import announce_end
 from tests.integration.joining_generators import GENERATORS, SETTINGS, Comings
@@ -103,6 +104,7 @@ if __name__ == "__main__":
     ask_for_forks(patch)
     for module, name, seconds in (
         (generators, "JOIN_EVERY_S", 0.5),
+        (waiting, "LIMIT_S", 300.0),
         (remote, "SCAN_S", 1.0),
         (remote, "BEAT_S", 1.0),
         (remote, "SILENT_S", 5.0),

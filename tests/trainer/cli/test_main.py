@@ -18,7 +18,7 @@ from tests.integration.runs import overrides
 from tests.programs import VERL_LIKE
 from trainer import main_ppo
 from trainer.cli import main
-from verl_like.errors import RewardError
+from verl_like.errors import ConfigError, RewardError
 
 
 @pytest.fixture
@@ -226,3 +226,30 @@ def test_a_command_that_starts_processes_ignores_broken_pipes(
     with contextlib.suppress(SystemExit):
         main.main()
     assert signal.getsignal(signal.SIGPIPE) is handler
+
+
+def test_commands_read_runs_in_stores_and_upload_what_they_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fsspec
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    memory, run = fsspec.filesystem("memory"), "memory://stored/my run/"
+    for name in ("config.yaml", "global_step_2/commit.json", "global_step_2/actor/weights"):
+        memory.pipe_file(f"/stored/my run/{name}", b"{}")
+
+    def report(arguments: list[str]) -> None:
+        assert not (Path(arguments[0]) / "global_step_2/actor/weights").exists()
+        (Path(arguments[0]) / "report.html").write_text("a page")
+
+    def export(arguments: list[str]) -> None:
+        assert (Path(arguments[0]) / "global_step_2/actor/weights").exists()
+        Path(arguments[1]).mkdir()
+        (Path(arguments[1]) / "config.json").write_text("{}")
+
+    main.run_with_local_paths("report", report, [run])
+    main.run_with_local_paths("export", export, [run, "memory://stored/a model/"])
+    assert memory.cat_file("/stored/my run/report.html") == b"a page"
+    assert memory.cat_file("/stored/a model/config.json") == b"{}"
+    with pytest.raises(ConfigError, match=r"path=s4://x/y: fsspec knows no scheme s4://"):
+        main.run_with_local_paths("report", report, ["s4://x/y"])
