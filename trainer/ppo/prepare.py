@@ -48,10 +48,9 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     check_files(config.data)
     preflight.check_reward_files(config)
     check_models(config)
-    if config.trainer.backend == "ray":
-        from trainer.groups.cluster import begin_cluster
+    from trainer.groups.cluster import begin_cluster
 
-        begin_cluster(config, at_end)
+    begin_cluster(config, at_end)
     # workers inherit this; a progress bar per rank and weight file would hide the run's own output
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

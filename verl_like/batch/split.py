@@ -60,13 +60,8 @@ def take_rows(part: DataProto, start: int, shard: Shard) -> DataProto:
 
 def split_rows(data: DataProto, num_chunks: int) -> list[DataProto]:
     """Return the chunks of `split_into_parts` as batches."""
-    chunks = []
-    for chunk in split_into_parts(data, num_chunks, per_part=1):
-        if isinstance(chunk, RowsOfPart):
-            chunk.part.shard = chunk.shard
-            chunk = chunk.part
-        chunks.append(chunk)
-    return chunks
+    chunks = split_into_parts(data, num_chunks, per_part=1)
+    return [take_rows(*chunk) if isinstance(chunk, RowsOfPart) else chunk for chunk in chunks]
 
 
 def view_rows(data: DataProto, start: int, stop: int) -> DataProto:

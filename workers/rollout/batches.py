@@ -185,9 +185,7 @@ def _rows(batch: DataProto, name: str, of_response: bool = True) -> Sequence[np.
     """Return the rows of a column without padding."""
     column = batch.column(name)
     if isinstance(column, RaggedTensor):
-        ends = column.lengths.cumsum(0).tolist()
-        values = column.values.numpy()  # to slice an array takes a fifth of the time
-        return [values[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return [row.numpy() for row in column.rows()]
     prompt_counts, response_counts = token_counts(batch)
     counts = (response_counts if of_response else prompt_counts).tolist()
     width = column.shape[1]
