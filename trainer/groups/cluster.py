@@ -1,4 +1,4 @@
-"""The nodes of a run: this machine, or a Ray cluster that it starts or joins.
+"""The nodes of a run: this machine with its devices, or a Ray cluster that it starts or joins.
 
 They are read before the pools are planned. On Ray, they are read again when a pool that has lost a
 node is restarted.
@@ -10,10 +10,12 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig
 from trainer.config.user_modules import modules_of_the_user
-from trainer.groups.nodes import device_of_nodes, devices_here, error_without_gpu, joined_cluster
+from trainer.groups.nodes import device_of_nodes, joined_cluster
 from verl_like.calls.diagnose import Deadlines
+from verl_like.errors import PlacementError
 from verl_like.placement.pools import NodeSpec
 from verl_like.threads import in_daemon
 
@@ -33,6 +35,42 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:
     if device_of_nodes(config) == "cuda" and not any(node.kind == "GPU" for node in nodes):
         raise error_without_gpu(config, f"none of the {len(nodes)} node(s) of the cluster has one")
     return nodes
+
+
+def devices_here(config: RunConfig) -> str:
+    """Return the kind of this machine's devices; raise if it has too few."""
+    wanted, has = config.trainer.n_gpus_per_node, devices_of(config.trainer)
+    device = device_of_nodes(config)
+    if device == "cuda" and has.num_gpus is None:
+        import torch
+
+        raise error_without_gpu(config, f"torch {torch.__version__} sees none on this machine")
+    if device == "cpu" or has.num_gpus is None:
+        return "CPU slot"
+    if wanted > has.num_gpus:
+        simulated = config.trainer.simulate
+        whose = (
+            "this machine has"
+            if simulated is None
+            else f"--gpus {simulated} (trainer.simulate) has"
+        )
+        raise PlacementError(
+            f"trainer.n_gpus_per_node={wanted}, but {whose} {has.num_gpus}. Set it to "
+            f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."
+        )
+    return has.gpu or "GPU"
+
+
+def error_without_gpu(config: RunConfig, why: str) -> PlacementError:
+    """Return the error for `device=cuda` without GPUs, which names the key."""
+    pools = [
+        pool for pool, resources in config.pool_resources.items() if resources.device == "cuda"
+    ]
+    in_all = config.trainer.device == "cuda"
+    asks = "trainer.device" if in_all else f"pool_resources.{pools[0]}.device"
+    return PlacementError(
+        f"{asks}=cuda asks for GPUs, but {why}. Set {asks}=auto or cpu to run on CPU slots."
+    )
 
 
 def living_nodes(config: RunConfig) -> list[NodeSpec]:

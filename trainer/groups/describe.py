@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig
-from trainer.groups.nodes import devices_here, joined_cluster, needs_of_pools
+from trainer.groups.cluster import devices_here
+from trainer.groups.nodes import joined_cluster, needs_of_pools
 from verl_like.placement.plan import NEARNESS, Placement, PoolPlan
 from verl_like.placement.pools import NodeSpec
 from workers.parallel.sharding import dims_of

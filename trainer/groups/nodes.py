@@ -1,4 +1,4 @@
-"""The needs of a run's pools, the devices of this machine, and the plan of the pools on nodes."""
+"""The needs of a run's pools, and their plan on nodes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trainer.config.devices import devices_of
 from trainer.config.schema import PoolResources, RunConfig
-from verl_like.errors import InsufficientResourcesError, PlacementError
+from verl_like.errors import InsufficientResourcesError
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import NodeSpec, ProcessNeeds
 
@@ -58,39 +57,3 @@ def require_shared_folder(config: RunConfig, placement: Placement) -> None:
 
         folder = Path(config.trainer.default_local_dir)
         cluster.require_shared_folder(folder, by_key.values())
-
-
-def devices_here(config: RunConfig) -> str:
-    """Return the kind of this machine's devices; raise if it has too few."""
-    wanted, has = config.trainer.n_gpus_per_node, devices_of(config.trainer)
-    device = device_of_nodes(config)
-    if device == "cuda" and has.num_gpus is None:
-        import torch
-
-        raise error_without_gpu(config, f"torch {torch.__version__} sees none on this machine")
-    if device == "cpu" or has.num_gpus is None:
-        return "CPU slot"
-    if wanted > has.num_gpus:
-        simulated = config.trainer.simulate
-        whose = (
-            "this machine has"
-            if simulated is None
-            else f"--gpus {simulated} (trainer.simulate) has"
-        )
-        raise PlacementError(
-            f"trainer.n_gpus_per_node={wanted}, but {whose} {has.num_gpus}. Set it to "
-            f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."
-        )
-    return has.gpu or "GPU"
-
-
-def error_without_gpu(config: RunConfig, why: str) -> PlacementError:
-    """Return the error for `device=cuda` without GPUs, which names the key."""
-    pools = [
-        pool for pool, resources in config.pool_resources.items() if resources.device == "cuda"
-    ]
-    in_all = config.trainer.device == "cuda"
-    asks = "trainer.device" if in_all else f"pool_resources.{pools[0]}.device"
-    return PlacementError(
-        f"{asks}=cuda asks for GPUs, but {why}. Set {asks}=auto or cpu to run on CPU slots."
-    )

@@ -212,7 +212,7 @@ def _hash(
 ) -> int:
     digest = hashlib.blake2b(len(prompt).to_bytes(8, "little"), digest_size=8)
     for part in (prompt, tokens, versions, segments):
-        digest.update(np.ascontiguousarray(part, dtype="<i8"))
+        digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
     for _, sha, *_ in images:
         digest.update(bytes.fromhex(sha))
     return int.from_bytes(digest.digest(), "little", signed=True)
