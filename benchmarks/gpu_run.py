@@ -464,7 +464,7 @@ def published(device: Any, version: int, size: str, snapshot: Any = None, **more
 
 def publish(trial: Trial) -> Iterator[Figure]:
     """Time how long a trainer waits until a version of 7B is in host memory, with its hashes."""
-    from workers.weights.sender import Snapshot
+    from workers.weights.snapshots import Snapshot
 
     size = "tiny" if trial.tiny else "7b"
     yield "weights", published_bytes(size) / 1e9, "GB"

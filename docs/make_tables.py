@@ -279,6 +279,8 @@ def column_table() -> str:
     """Return lines of columns that have a shape, a type and a writer in common."""
     names: dict[tuple[str, str, str], list[str]] = {}
     for column in COLUMNS.values():
+        if column.role not in OUR_ROLES:
+            continue  # a role of a user, which this process has imported
         key = (f"`{column.shape}`", str(column.dtype), column.written_by)
         names.setdefault(key, []).append(column.name)
     rows = list[str]()
@@ -288,6 +290,7 @@ def column_table() -> str:
     return "\n".join(["Columns|Written by", "---|---", *rows])
 
 
+OUR_ROLES = ("", "actor", "critic", "critic_copy", "ref", "reward_model", "rollout", "teacher")
 USUAL_COLUMN = ("`[rows, R]`", "float32")
 """Shape and type of most columns, which the page states once."""
 

@@ -55,7 +55,7 @@ class VerifierWorker(Worker):
         self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    @batch_columns(SEQUENCES, writes=[Column("verdicts", "[rows]", "float32")])
+    @batch_columns(SEQUENCES, writes=[Column("verdicts", "[rows]", "float32", role="verifier")])
     def compute_verdicts(self, data: DataProto) -> DataProto:
         """Return `verdicts` [rows], the probabilities that the whole responses are good."""
         return DataProto.from_dict(

@@ -56,9 +56,6 @@ def drive(resource_pool, ray_worker_group_cls, wrap) -> None:
         f"{rank}/{actor.world_size}" for rank in range(actor.world_size)
     ]
     assert actor.only_zero(5) == 5
-    assert critic.execute_with_func_generator(
-        lambda worker, data: worker.compute_values(data), batch
-    ).batch["values"].tolist() == [0, 2, 4, 6, 8]
     wg_dict.shutdown()
 
 

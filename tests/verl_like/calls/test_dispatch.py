@@ -74,7 +74,6 @@ def test_other_modes_keep_every_row(rows: int, world: int) -> None:
     assert_same(DataProto.concat([p for p in chunks if len(p)]), data)
     assert group.describe(data) == [f"{rows} rows"] * world
     assert_same(group.twice(data), data.repeat(2))
-    assert_same(group.execute_with_func_generator(lambda worker, rows: rows, data), data)
 
 
 @settings(max_examples=20, deadline=None)
@@ -124,8 +123,6 @@ def test_an_argument_that_is_no_batch_is_rejected_by_name() -> None:
         DispatchError, match=r"modes.add: argument 'more' must be a DataProto .* got NoneType"
     ):
         GROUPS[2].add(batch(2), more=None)
-    with pytest.raises(DispatchError, match="must be a function, got DataProto"):
-        GROUPS[2].execute_with_func_generator(batch(2))
 
 
 def test_a_batch_without_rows_is_rejected() -> None:

@@ -330,7 +330,7 @@ def test_each_environment_has_its_own_limits_and_metrics(model: Any, tokenizer: 
 @pytest.mark.parametrize(
     ("by_name", "words"),
     [
-        ({"ches": {"max_turns": 3}}, "has only chess, go. Did you mean 'chess'"),
+        ({"ches": {"max_turns": 3}}, "contains only chess, go. Did you mean 'chess'"),
         ({"go": {"max_turn": 3}}, "trajectory_timeout_s to numbers. Did you mean 'max_turns'"),
         ({"go": {"max_turns": 1.5}}, "set max_turns, "),
         ({"go": {"max_turns": 0}}, "max_turns must be above 0"),
