@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 
 from verl_like.errors import ConfigError, VerlLikeError, nearest
 from verl_like.files import cache_folder, draft_beside
+
+logger = logging.getLogger(__name__)
 
 NOT_LISTED = ("http", "https", "ftp")
 """Schemes whose servers have no folders, or no writing, that can be relied upon."""
@@ -54,6 +57,8 @@ class RemoteFolder:
                 self.system, root = url_to_fs(self.url)
         except ImportError as error:
             raise ConfigError(f"{key}={url}: {error}, into the environment of this run.") from error
+        if getattr(self.system, "async_impl", False):
+            self.system.loop.set_exception_handler(log_for_debugging)
         if hasattr(self.system, "auto_mkdir"):  # file systems with folders
             self.system.auto_mkdir = True
         self.root: str = root.rstrip("/")
@@ -106,6 +111,11 @@ class RemoteFolder:
                 f"{self.key}={self.url} is not accessible: {describe(error)}. Check the name, the "
                 "network, and the credentials in the environment of this process."
             ) from error
+
+
+def log_for_debugging(loop: Any, context: dict[str, Any]) -> None:
+    """Log an error of a transfer that nobody waits for, because its call has failed already."""
+    logger.debug("%s: %s", context["message"], context.get("exception"))
 
 
 def describe(error: BaseException) -> str:

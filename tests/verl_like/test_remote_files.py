@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import logging
 import subprocess
 import sys
 import threading
@@ -14,7 +17,7 @@ import pytest
 from tests.object_store import BUCKET, Proxy, s3_through_proxy
 from verl_like.errors import ConfigError
 from verl_like.files import cache_folder, is_remote
-from verl_like.remote_files import fetched, remote_version
+from verl_like.remote_files import RemoteFolder, fetched, remote_version
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +29,23 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     with s3_through_proxy(monkeypatch) as proxy:
         yield proxy
+
+
+def test_a_failed_transfer_that_nobody_waits_for_prints_no_traceback(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lose() -> None:
+        asyncio.ensure_future(fail())
+        await asyncio.sleep(0.05)
+        gc.collect()
+
+    async def fail() -> None:
+        raise ConnectionResetError("the connection is cut")
+
+    loop = RemoteFolder(f"s3://{BUCKET}/a b", "model.path").system.loop
+    with caplog.at_level(logging.INFO):
+        asyncio.run_coroutine_threadsafe(lose(), loop).result(10)
+    assert "cut" not in caplog.text
 
 
 def write(url: str, contents: bytes) -> None:

@@ -234,6 +234,28 @@ def test_a_store_that_cannot_be_written_is_an_error_with_the_key(
         RemoteRun("memory://closed")
 
 
+def test_a_store_that_denies_writing_during_a_run_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def deny(*_: object, **__: object) -> None:
+        raise PermissionError("Access Denied.")
+
+    run = RemoteRun("memory://denies")
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as denied:
+        denied.setattr(fsspec.filesystem("memory"), "put_file", deny)
+        for step in (2, 4):
+            saved(run.folder, step)
+            time.sleep(0.5)
+        wait_until(lambda: "does not take uploads (PermissionError: Access Denied)" in caplog.text)
+        assert not [name for name in in_store("memory://denies") if name.endswith("commit.json")]
+        denied.undo()
+        wait_until(lambda: "takes uploads again" in caplog.text)
+        run.close()
+    assert caplog.text.count("does not take uploads") == 1
+    steps = {f"global_step_{step}/commit.json" for step in (2, 4)}
+    assert steps <= {*in_store("memory://denies")}
+
+
 def test_a_run_starts_from_a_checkpoint_in_the_store(tmp_path: Path) -> None:
     run = RemoteRun("memory://first")
     saved(run.folder, 2, 4)
