@@ -245,7 +245,8 @@ class GRPO(PPO):
 
     It takes a model, prompts and a reward like `PPO`, whose other parameters it also has. The most
     important are `n` (samples per prompt), `lr`, `batch_size` (prompts per step),
-    `max_response_length` (tokens) and `save_to` (the run folder):
+    `max_response_length` (tokens) and `save_to` (the run folder). As in the paper, the loss has a
+    KL to the initial model, with the weight 0.04; `kl_loss_coef` changes it.
 
         run = GRPO("Qwen/Qwen3-0.6B", prompts, reward, n=8, lr=1e-6, save_to="runs/grpo")
         run.fit(steps=100)
