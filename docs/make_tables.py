@@ -279,7 +279,7 @@ def column_table() -> str:
     """Return lines of columns that have a shape, a type and a writer in common."""
     names: dict[tuple[str, str, str], list[str]] = {}
     for column in COLUMNS.values():
-        if column.role not in OUR_ROLES:
+        if column.role not in OUR_ROLES or not column.written_by:
             continue  # a role of a user, which this process has imported
         key = (f"`{column.shape}`", str(column.dtype), column.written_by)
         names.setdefault(key, []).append(column.name)
