@@ -193,7 +193,8 @@ def _small(config: PPOConfig, folder: str) -> Any:
     sizes[actor] = config.actor_rollout_ref.actor.ppo_mini_batch_size
     if config.critic.ppo_mini_batch_size:
         sizes[critic] = config.critic.ppo_mini_batch_size
-    scale = math.gcd(*sizes.values())
+    # each generator of an asynchronous run needs its share of the prompts
+    scale = 1 if config.generates_while_training else math.gcd(*sizes.values())
     changes: dict[str, Any] = {key: size // scale for key, size in sizes.items()}
     changes |= {"trainer.default_local_dir": folder, "trainer.resume_mode": "disable"}
     return changed(config, changes | {"trainer.backend": "local"})

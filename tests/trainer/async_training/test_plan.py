@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.groups.describe import describe_devices
 from trainer.launch import nominal_placement
+from trainer.ppo.dataflow import trace_step
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
 from trainer.ppo.sizes import rows_of
@@ -47,6 +50,18 @@ def test_generators_may_be_on_all_simulated_nodes() -> None:
     config = config_of("trainer.simulate=16xH100", *sizes)
     assert (config.trainer.nnodes, config.trainer.n_gpus_per_node) == (2, 8)
     assert len(nominal_placement(config).pools) == 10
+
+
+def test_a_step_of_generators_with_routes_runs_on_stubs() -> None:
+    pairs = [f"async_training.{name}_routes=[[0,0],[1,1]]" for name in ("sample", "weight")]
+    config = config_of("async_training.generators=2", "async_training.trainers=2", *pairs)
+    traced: list[tuple[Any, str]] = []
+    thread = threading.Thread(target=lambda: traced.append(trace_step(config)), daemon=True)
+    thread.start()
+    thread.join(60)
+    ((nodes, problem),) = traced
+    assert problem == ""
+    assert "actor.update_actor" in [node.name for node in nodes]
 
 
 def test_the_plan_describes_chunks_staleness_and_limits() -> None:
