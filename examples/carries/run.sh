@@ -6,34 +6,13 @@
 # project; without it, the script makes .venv and installs the project there. docs/carries.md shows the result.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-source examples/stoppable.sh
-if [ -n "${PYTHON:-}" ]; then
-    py=$PYTHON
-else
-    source tools/install.sh
-    install_project
-fi
 here=examples/carries
 run_dir=${RUN_DIR:-runs/carries}
 algorithm=${ALGORITHM:-grpo}
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
-verl_like=("$py" -c "from trainer.cli.main import main; main()") # the command verl-like, of this Python and checkout
-common=(trainer.backend=local trainer.n_gpus_per_node=1 trainer.device=cpu)
+source examples/sft_then_rl.sh
 
-if [ ! -e "$run_dir/data/val.parquet" ]; then
-    mkdir -p "$run_dir"
-    "$py" $here/make.py "$run_dir/data" 2>"$run_dir/make.log" || { cat "$run_dir/make.log" >&2; exit 1; }
-fi
-
-echo "== SFT"
-if [ -e "$run_dir/sft/model/config.json" ]; then
-    echo "skipped, because $run_dir/sft has its model; remove that folder to repeat the step"
-else
-    stoppable "${verl_like[@]}" sft "${common[@]}" \
-        model.path="$run_dir/data/model" data.train_files="$run_dir/data/sft.parquet" \
-        data.max_length=24 data.train_batch_size=256 optim.lr=6e-4 optim.lr_warmup_steps=50 \
-        trainer.total_training_steps="${SFT_STEPS:-600}" trainer.default_local_dir="$run_dir/sft"
-fi
+sft data.max_length=24 data.train_batch_size=256 optim.lr=6e-4 optim.lr_warmup_steps=50 \
+    trainer.total_training_steps="${SFT_STEPS:-600}"
 
 echo "== ${algorithm^^}"
 if [ "$algorithm" = ppo ]; then set -- critic.optim.lr=3e-4 "$@"; fi
@@ -46,12 +25,4 @@ stoppable "${verl_like[@]}" ppo algorithm="$algorithm" "${common[@]}" \
     actor_rollout_ref.actor.optim.lr_warmup_steps=10 \
     trainer.test_freq=25 trainer.total_training_steps=300 trainer.default_local_dir="$run_dir/$algorithm" "$@"
 
-[ -s "$run_dir/$algorithm/metrics.jsonl" ] || exit 0 # no step was trained: a dry run
-"$py" -c '
-import json, sys
-
-name = "val-core/prompts/acc/mean@1"
-lines = [json.loads(line) for line in open(sys.argv[1], encoding="utf-8")]
-accuracies = [line[name] for line in lines if name in line]
-print(f"right answers to 1,000 new sums: {accuracies[0]:.3f} after SFT, {accuracies[-1]:.3f} after RL")
-' "$run_dir/$algorithm/metrics.jsonl"
+print_accuracies "$run_dir/$algorithm" "right answers to 1,000 new sums: {:.3f} after SFT, {:.3f} after RL"

@@ -33,7 +33,7 @@ class Snapshot:
         self.version: int | None = None
         self.buckets: list[Bucket] = []
         self.merging: dict[str, Any] | None = None
-        """How receivers merge adapters; None if the weights are already merged."""
+        """The way in which receivers merge adapters; None if the weights are already merged."""
         self.watch = Stopwatch()
         self._rooms: list[Tensor] = []
 

@@ -37,4 +37,4 @@ def slime_arrays(path: Path) -> dict[str, np.ndarray]:
 NUMBERS = (int, float, np.number)
 OF_NUMBERS: list[Any] = [np.dtype, np.float64(0).__reduce__()[0]]
 OF_NUMBERS += [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
-"""What a pickled number of numpy consists of."""
+"""The parts of a pickled number of numpy."""
