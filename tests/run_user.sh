@@ -27,3 +27,5 @@ install_or_exit pytest pytest-xdist hypothesis openai dspy langchain-openai lite
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 python -m pytest -q tests/workers/agents/test_gateway.py tests/trainer/tools/evaluation/test_lm_eval.py \
     -k "page_prints or lm_eval"
+install_or_exit skypilot==0.14.1 # last, because it changes versions of other packages
+python -m pytest -q tests/examples/test_cluster.py -k skypilot

@@ -59,7 +59,8 @@ class Losing:
 
     @classmethod
     def add_node(cls) -> None:
-        node = cls.cluster.add_node(num_cpus=1)
+        rack = {"rack": f"r{len(cls.nodes)}"}
+        node = cls.cluster.add_node(num_cpus=1, labels=rack)
         cls.nodes[node.node_id] = node
 
 

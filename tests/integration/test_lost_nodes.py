@@ -39,8 +39,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_runs_on_two_nodes_of_an_existing_cluster(lost: dict[str, Any]) -> None:
     folder = lost["folder"] / "two_nodes" / "first"
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_pool_runs_on_the_node_with_its_label(lost: dict[str, Any]) -> None:
     report = lost["two_nodes"]
-    assert report["critic_on"] in report["nodes"]  # each node has room for one process
+    assert report["critic_on"] == report["nodes"][2]  # the third node is rack r2
 
 
 def test_a_user_s_module_is_shipped_to_the_node_that_imports_it(lost: dict[str, Any]) -> None:

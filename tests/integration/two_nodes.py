@@ -64,7 +64,8 @@ def both_runs(tiny: Path, folder: Path, cluster: Any, nodes: dict[str, Any]) -> 
         "trainer.total_training_steps=1",
         "trainer.max_restarts=0",
     )
-    run(load_config(overrides(tiny, folder / "first", *here, *mine)))
+    last_rack = "pool_resources={critic_pool: {labels: {rack: r2}}}"
+    run(load_config(overrides(tiny, folder / "first", *here, *mine, last_rack)))
     report: dict[str, Any] = {"came_from": (folder / "first" / "came_from.txt").read_text()}
     report |= {"nodes": list(nodes), "critic_on": (folder / "first" / "node.txt").read_text()}
 
