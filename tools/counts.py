@@ -91,7 +91,7 @@ def main(*arguments: str) -> None:
     """Print the counts."""
     ours, imported = files(*PACKAGES), closure()
     lines, counts = total(ours), shape(ours)
-    tests = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files("tests"))
+    tests = total(files("tests"))
     short, conditional = counts["short functions"], counts["conditional expressions"]
     rows = {
         "code lines of the packages": f"{lines:,}",
@@ -102,7 +102,7 @@ def main(*arguments: str) -> None:
         "functions per 1,000 lines": f"{1000 * counts['functions'] / lines:.0f}",
         "conditional expressions per 100 lines": f"{100 * conditional / lines:.1f}",
         "walruses": f"{counts['walruses']}",
-        "lines of tests": f"{tests:,}",
+        "code lines of tests": f"{tests:,}",
         "code lines of benchmarks": f"{total(files('benchmarks')):,}",
     }
     for name, value in rows.items():
