@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: addresses, formulas, anchors of keys, `llms.txt` from the nav.
+"""Hooks of mkdocs: addresses, formulas, anchors of keys, docstrings, `llms.txt` from the nav.
 
 `llms.txt` (https://llmstxt.org) lists the pages of the site for language models: the title in the
 nav, the address, and the first sentence of each page.
@@ -6,11 +6,14 @@ nav, the address, and the first sentence of each page.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 NO_PROSE = ("#", "    ", "```", "|", "<", "!", "-", ">")
@@ -39,10 +42,36 @@ def to_mathml(source: str, *_: Any, **__: Any) -> str:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Give every key in the tables of keys an anchor with its whole name: `#trainer.seed`.
 
-    The mark of a block that tests do not run is removed: the site's Markdown has no such marks.
+    The tables of the Python API are followed by the docstrings. The mark of a block that tests do
+    not run is removed: the site's Markdown has no such marks.
     """
     markdown = markdown.replace("```python no-run\n", "```python\n")
+    markdown = API_TABLE_END.sub(lambda mark: f"{mark[0]}\n\n{docstrings(mark[1])}", markdown)
     return KEY_TABLES.sub(lambda block: with_anchors(block[0]), markdown)
+
+
+API_TABLE_END = re.compile(r"<!-- end api-(\S+) -->")
+NO_MEMBERS = {"members": False, "inherited_members": False}
+DOCSTRING_ONLY = {**NO_MEMBERS, "merge_init_into_class": False, "show_signature": False}
+
+
+def docstrings(section: str) -> str:
+    """Return what mkdocstrings replaces by the docstrings of a section of the Python API."""
+    pages = yaml.safe_load((ROOT / "docs" / "data" / "api.yaml").read_text(encoding="utf-8"))
+    (names,) = [sections[section] for sections in pages.values() if section in sections]
+    return "\n\n".join(
+        f"::: {name}\n    options: {json.dumps(options_of(members))}"
+        for name, members in names.items()
+    )
+
+
+def options_of(members: Any) -> dict[str, Any]:
+    """Return the options of mkdocstrings for an entry of `docs/data/api.yaml`."""
+    if members is None or isinstance(members, dict):
+        return members or {}
+    if members == "docstring":
+        return DOCSTRING_ONLY
+    return {"members": members} if members else NO_MEMBERS
 
 
 KEY_TABLES = re.compile(r"<!-- begin (?:keys_\w+|\w+(?:-\w+)*-keys) -->.*?<!-- end ", re.S)

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
+from api_tables import PAGES as API_PAGES
+from api_tables import name_table
 from cards import (
     Card,
     estimator_cards,
@@ -34,6 +36,7 @@ from worked_tables import memory_table, token_weights
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
 from trainer.cli import main as main_command
+from trainer.cli.main import COMMANDS, RECIPES, command_help
 from trainer.cli.plan_sections import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
@@ -375,6 +378,21 @@ def command_list() -> str:
     return f"```text\n{inspect.getdoc(main_command)}\n```"
 
 
+def command_options() -> str:
+    """Return the usage and the listed options of every command that is not a recipe."""
+    parts = []
+    for name in sorted({*COMMANDS} - {*RECIPES}):
+        text = command_help(name)
+        usage = text.partition("\n\n")[0].removeprefix("usage: ")
+        options = [found[0].rstrip() for found in OPTION.finditer(text)]
+        parts.append("\n".join([f"### `{name}`", "", "```text", usage, *options, "```"]))
+    return "\n\n".join(parts)
+
+
+OPTION = re.compile(r"^  --.*\n(?: {4,}.*\n?)*", re.M)
+"""Matches an option in a help text, with the lines that continue its meaning."""
+
+
 def metric_lists() -> str:
     """Return a table for every group of metrics in the report's `metrics.yaml`.
 
@@ -479,9 +497,9 @@ def _list(rows: list[list[str]], head: str = "Name|Meaning") -> str:
     """Return a table of names, and what they are (source), with the keys that are read."""
     lines = [head, "---|---"]
     for names, what, *more in rows:
-        source = f" ({' '.join(more[0].split())})" if more else ""
+        source = f" ({_cell(more[0])})" if more else ""
         keys = f" Keys: {more[1]}." if more[1:] and more[1] else ""
-        lines.append(f"{names}|{_cell(what)}{_cell(source)}{keys}")
+        lines.append(f"{names}|{_cell(what)}{source}{keys}")
     return "\n".join(lines)
 
 
@@ -740,10 +758,16 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     ),
     "corrections": ("algorithms.md", correction_table),
     "commands": ("commands.md", command_list),
+    "command-options": ("commands.md", command_options),
     "metrics": ("metrics.md", metric_lists),
     "preset-cards": ("cards.md", preset_card_list),
     "estimator-cards": ("cards.md", estimator_card_list),
     "policy-loss-cards": ("cards.md", policy_loss_card_list),
+    **{
+        f"api-{section}": (page, partial(name_table, page, section))
+        for page, sections in API_PAGES.items()
+        for section in sections
+    },
 }
 
 

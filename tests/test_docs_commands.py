@@ -6,7 +6,6 @@ on models and files that are not here, the configuration composes.
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import re
@@ -190,9 +189,8 @@ COMPOSED = list(BY_CONFIG.values())
 @functools.cache
 def help_of(command: str) -> str:
     """Return the text of `verl-like COMMAND --help`; for a recipe, with its common options."""
-    file = ROOT / f"{main.COMMANDS[command].rpartition('.')[0].replace('.', '/')}.py"
     common = inspect.getsource(recipe_command) if command in main.RECIPES else ""
-    return f"{ast.get_docstring(ast.parse(file.read_bytes()))} {common}"
+    return f"{main.command_help(command)} {common}"
 
 
 def test_every_command_and_option_exists() -> None:

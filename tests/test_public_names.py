@@ -7,8 +7,10 @@ import importlib
 import re
 
 import pytest
+import yaml
 
 from tests import ROOT
+from tests.conftest import load
 from tests.import_graph import PACKAGES, parsed, sources
 from trainer.async_training.recipe import ASYNC
 from trainer.config.keys import config_keys
@@ -27,6 +29,10 @@ DOCUMENTED = (
     "trainer.ppo.PPOTrainer",
     "trainer.run",
 )
+
+
+API = yaml.safe_load((ROOT / "docs" / "data" / "api.yaml").read_text(encoding="utf-8"))
+"""Page of the Python API -> section -> dotted path -> members that the site shows."""
 
 
 def find(path: str) -> object:
@@ -55,9 +61,26 @@ def test_a_documented_path_can_be_imported(path: str) -> None:
 
 def api_paths() -> list[str]:
     """Return the paths on the pages of the Python API."""
-    pages = [ROOT / "docs" / f"api_{package}.md" for package in PACKAGES]
-    text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    return re.findall(r"^::: (\S+)$", text, re.M)
+    return [path for sections in API.values() for names in sections.values() for path in names]
+
+
+def test_the_api_pages_show_every_name_with_a_meaning_without_mkdocs() -> None:
+    assert set(API) == {f"api_{package}.md" for package in PACKAGES}
+    for page, sections in API.items():
+        text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+        assert ":::" not in text
+        shown = {*re.findall(r"^`(\w+)[^`]*`\|\S+ \S+", text, re.M)}
+        names = {path.rpartition(".")[2] for paths in sections.values() for path in paths}
+        assert names - {"protocol", "errors"} - shown == set()
+        assert len(shown) > 15
+
+
+def test_the_site_adds_the_docstrings_to_the_api_tables() -> None:
+    hooks = load("docs/hooks.py")
+    for page, sections in API.items():
+        text = hooks.on_page_markdown((ROOT / "docs" / page).read_text(encoding="utf-8"))
+        added = re.findall(r"^::: (\S+)\n    options: \{.*\}$", text, re.M)
+        assert added == [path for names in sections.values() for path in names]
 
 
 def test_the_api_pages_list_only_names_of_verl_like_that_can_be_imported() -> None:
@@ -93,9 +116,7 @@ def test_the_api_pages_list_every_public_name(module: str) -> None:
 
 
 def test_names_for_verl_code_can_be_imported_and_are_not_in_all() -> None:
-    page = (ROOT / "docs/api_verl_like.md").read_text("utf-8")
-    section = page.partition("## Names for code of verl\n")[2].partition("\n## ")[0]
-    names = set(re.findall(r"^::: verl_like\.(\w+)$", section, re.M))
+    names = {path.removeprefix("verl_like.") for path in API["api_verl_like.md"]["verl-names"]}
     assert len(names) == 15
     module = find("verl_like")
     assert [name for name in names if not hasattr(module, name)] == []

@@ -20,7 +20,7 @@ from trainer.observers.alarms import AlarmRule
 
 @dataclass(frozen=True)
 class RunRecipe:
-    """A recipe for `trainer.launch` and the reports, without its stages.
+    """A recipe as runs and reports see it, without the code of its stages.
 
     Args:
         role: the role whose model the run trains and exports, if any.

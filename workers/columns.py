@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the batch, as a row of the table."""
+    """A column of the batch: its name, shape and dtype, and who writes it."""
 
     name: str
     shape: str
@@ -259,7 +259,7 @@ def format_like(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
 
 
 def read_columns(batch: DataProto, *names: str) -> dict[str, Tensor]:
-    """Return name -> column as a padded tensor (`workers.columns` lists the shapes).
+    """Return name -> column as a padded tensor; docs/dataflow.md lists the shapes.
 
         columns = read_columns(batch, "responses", "response_mask")     # each [rows, R]
 

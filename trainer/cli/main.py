@@ -105,13 +105,10 @@ def main() -> None:
     elif command not in COMMANDS:
         from verl_like.errors import nearest
 
-        hint = nearest(command, COMMANDS) or f"\n{__doc__}"
+        hint = nearest(command, COMMANDS) or " verl-like --help lists the commands."
         sys.exit(f"error: there is no command {command!r}.{hint}")
     elif ASKS_FOR_HELP & set(arguments):
-        module = COMMANDS[command].rpartition(".")[0]
-        file = Path(__file__).resolve().parents[2] / f"{module.replace('.', '/')}.py"
-        text = ast.get_docstring(ast.parse(file.read_bytes())) or ""  # without an import
-        print(text)
+        print(command_help(command))
     else:
         from verl_like.errors import VerlLikeError
         from verl_like.process.garbage import pause_collection
@@ -128,6 +125,13 @@ def main() -> None:
                 run_with_local_paths(command, target, arguments)
         except VerlLikeError as err:
             sys.exit(f"error: {printable(str(err))}")
+
+
+def command_help(command: str) -> str:
+    """Return the help of a command, the docstring of its module, without importing it."""
+    module = COMMANDS[command].rpartition(".")[0]
+    file = Path(__file__).resolve().parents[2] / f"{module.replace('.', '/')}.py"
+    return ast.get_docstring(ast.parse(file.read_bytes())) or ""
 
 
 NEEDS = {"report": "records", "bisect": "records", "replay": "all"}

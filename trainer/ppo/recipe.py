@@ -4,6 +4,7 @@
 Trains a policy with PPO, GRPO and other algorithms.
 
 Algorithm    algorithm=ppo|grpo|dapo|…  a paper's algorithm; your keys win
+             (without it: PPO with a critic and no KL)
              correction=decoupled_token_is|…  off-policy correction
 Data         data.train_batch_size=1024  prompts per step (default: 1024)
              data.max_prompt_length=512 data.max_response_length=512  (defaults)

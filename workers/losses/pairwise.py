@@ -22,7 +22,7 @@ PairwiseLoss = Callable[[Tensor], Tensor]
 REWARD_MODEL_LOSSES: Registry[PairwiseLoss] = Registry(
     "reward-model loss", partial(check_call, call=CallSignature("gap"))
 )
-"""Names for `loss` of a reward model's training."""
+"""Names for `loss` of a reward model's training: functions from score gaps [pairs] to losses."""
 
 
 @REWARD_MODEL_LOSSES.register("log_sigmoid")

@@ -111,7 +111,10 @@ def _check(policy_loss: Any, subject: str) -> None:
 
 
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
-"""Names for `actor.policy_loss.loss_mode`."""
+"""Names for `actor.policy_loss.loss_mode`: functions that return (loss, metrics).
+
+    loss, metrics = POLICY_LOSSES["vanilla"](old_log_prob=..., log_prob=..., advantages=..., ...)
+"""
 
 
 def get_policy_loss(name: str) -> PolicyLoss:

@@ -193,6 +193,10 @@ def test_an_algorithm_is_a_command_and_a_typo_gets_the_nearest(decoys: Path) -> 
     assert "no_such_key" in done.stderr
     assert forked(decoys, "grpo", "--help").stdout == forked(decoys, "ppo", "--help").stdout
     assert "no command 'stf'. Did you mean 'sft'" in forked(decoys, "stf").stderr
+    unknown = forked(decoys, "qwertz")
+    assert unknown.stderr == (
+        "error: there is no command 'qwertz'. verl-like --help lists the commands.\n"
+    )
 
 
 def test_tab_completes_keys(decoys: Path) -> None:

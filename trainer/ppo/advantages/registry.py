@@ -21,7 +21,12 @@ Estimator = Callable[..., tuple[Tensor, Tensor]]
 AnyEstimator = TypeVar("AnyEstimator", bound=Estimator)
 
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", check_by_name)
-"""Names for `algorithm.adv_estimator`."""
+"""Names for `algorithm.adv_estimator`: functions that return (advantages, returns), each [rows, R].
+
+    advantages, returns = ADVANTAGE_ESTIMATORS["grpo"](
+        token_level_rewards=..., response_mask=..., index=...
+    )
+"""
 
 
 def needs_groups(estimator: Estimator) -> bool:

@@ -23,7 +23,7 @@ from verl_like.signatures import check_by_name
 PreferenceLoss = Callable[..., Tensor]
 
 PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss", check_by_name)
-"""Names for `loss` of preference training."""
+"""Names for `loss` of preference training: functions from log-probs [pairs, 2] to losses."""
 COLUMNS: Mapping[str, str] = {
     "log_probs": "log-probs of the responses: sums over their tokens",
     "ref_log_probs": "the same under the reference",
