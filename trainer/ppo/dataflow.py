@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -167,6 +168,8 @@ def trace_step(config: PPOConfig, trainer_cls: type | None = None) -> tuple[list
     """
     cls, problem = trainer_cls or trainer_class(config), ""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
+        at_end.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
+        sys.breakpointhook = lambda *_, **__: None  # the numbers are made up
         small = _small(config, folder)
         groups = StubGroups(small, config.is_inline)
         run: Any = Run(small, groups, observers=[DriverWork(groups)])  # type: ignore[arg-type]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from trainer import load_config
+import sys
+
+import pytest
+
+from trainer import PPOTrainer, load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, trace_step
@@ -88,6 +92,23 @@ def test_a_single_update_per_step_computes_the_old_log_probs() -> None:
         "algorithm.use_kl_in_reward=true",
     ):
         assert not update_can_compute_old_log_probs(load(*GRPO_OF_ONE_STEP, setting))
+
+
+def test_breakpoint_in_a_step_stops_in_the_run_and_not_on_stubs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stops = []
+    monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append("stopped"))
+
+    class Stopping(PPOTrainer):
+        def estimate(self, batch):
+            breakpoint()
+            return super().estimate(batch)
+
+    assert trace_step(load(), Stopping)[1] == ""
+    assert stops == []
+    breakpoint()
+    assert stops == ["stopped"]
 
 
 def test_the_size_table_lists_old_log_probs_only_with_a_separate_pass() -> None:
