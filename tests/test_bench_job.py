@@ -98,7 +98,7 @@ def test_the_json_has_the_phases_of_every_step_and_all_settings(job_done: tuple[
     assert record["warm_up_steps"] == 1
     for step, line in zip(record["steps"], lines(folder / "run"), strict=True):
         assert (step["step"], step["seconds"]) == (line["step"], line["timing_s/step"])
-        assert set(step["phases"]) >= {"gen", "score", "adv", "update"}
+        assert set(step["phases"]) >= {"sample", "score", "estimate", "update"}
         assert step["phases"]["update"] == line["timing_s/update"]
         assert sum(step["phases"].values()) <= step["seconds"] + 1e-3
     assert record["settings"]["actor_rollout_ref.actor.ppo_epochs"] == 2

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 class BestOfN(Evaluation):
     """Samples and scores the prompts, one batch of `data.train_batch_size` after the other."""
 
-    recipe = replace(Evaluation.recipe, stages=("gen", "score"))
+    recipe = replace(Evaluation.recipe, stages=("sample", "score"))
 
     def step(self) -> Metrics:
         """Write the rows of all prompts; return the mean score, and the mean of the best."""
@@ -51,7 +51,7 @@ class BestOfN(Evaluation):
             if not rest:
                 continue
             batch = repeat_prompts(prompts.select_idxs(rest), num_samples)
-            with self.clock("gen"):
+            with self.clock("sample"):
                 batch = self.rollouts.generate(batch, validate=True, **sampling)
             with self.clock("score"):
                 batch, _ = self.rollouts.score(batch, normalize=False)

@@ -22,11 +22,11 @@ from tests.programs import tell
 from trainer import load_config, run
 from trainer.groups.worker_groups import WorkerGroups
 
-STAGES = ("gen", "score", "adv", "update", "update_weights")
+STAGES = ("sample", "score", "estimate", "update", "sync")
 STEPS = 7
 DRAINED = {
     **{step: (stage, ("train_pool",)) for step, stage in enumerate(STAGES, 1)},
-    3: ("adv", ("train_pool", "rollout_pool")),
+    3: ("estimate", ("train_pool", "rollout_pool")),
     6: ("update", ("rollout_pool",)),
 }
 """Step -> the stage in which the notice comes, and the pools whose nodes it names."""

@@ -18,7 +18,7 @@ from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
 from trainer.ppo import update
 from trainer.ppo.stages import PPOTrainer
-from trainer.ppo.update import add_chosen_tokens
+from trainer.ppo.updating import add_chosen_tokens
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
 from workers.agents import Environment, TrajectoryEnd

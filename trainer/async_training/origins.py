@@ -12,7 +12,7 @@ import numpy as np
 from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.weights import WeightFeed
 from trainer.observers.sample_log import SampleKey, SampleLog
-from trainer.ppo.sample import merge_attempts
+from trainer.ppo.sampling import merge_attempts
 from trainer.record import Metrics, Run
 from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto

@@ -23,8 +23,8 @@ from trainer.async_training.origins import GENERATOR, Origins
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.topology import ANY_RANK, generator_role
 from trainer.ppo.metrics import speed
-from trainer.ppo.prepare import PPO_RUN
-from trainer.ppo.sample import number_rows
+from trainer.ppo.preparation import PPO_RUN
+from trainer.ppo.sampling import number_rows
 from trainer.ppo.stages import PPOTrainer
 from trainer.record import Call, Metrics, Run
 from trainer.rollouts.rollouts import Rollouts
@@ -71,14 +71,14 @@ class AsyncTrainer(PPOTrainer):
         self.generators.start()
         trainer = self.generators.activity.of("trainer")
         with trainer.busy("train"), self.origins.naming_samples(self.run):
-            batch, sampled = self.stage("gen", self.next_batch)
+            batch, sampled = self.stage("sample", self.next_batch)
             version = self.weights.version
             batch, scored = self.stage("score", self.score, batch)
             if self.rounds.train_epochs > 1 and self.rounds.is_fresh(self.global_step):
                 self._round.append(batch.select())
-            batch, estimated = self.stage("adv", self.estimate, batch)
+            batch, estimated = self.stage("estimate", self.estimate, batch)
             updated = self.stage("update", self.update, batch)
-            synced = self.stage("update_weights", self.sync)
+            synced = self.stage("sync", self.sync)
         aged = self.generators.activity.metrics() | self.origins.ages(batch, version)
         return sampled | scored | estimated | updated | synced | speed(self, batch) | aged
 
@@ -107,7 +107,7 @@ class AsyncTrainer(PPOTrainer):
             generators = batch.non_tensor_batch[GENERATOR]
             for generator in np.unique(generators).tolist():
                 rows = batch[generators == generator]
-                self.rollouts.note_environments(rows, generator_role(generator), "gen")
+                self.rollouts.note_environments(rows, generator_role(generator), "sample")
         self.call_hook("on_generated", batch)
         return batch
 
@@ -138,9 +138,9 @@ class AsyncTrainer(PPOTrainer):
         return self.generators.others()
 
     def stage_of(self, call: Call, ended_in: str) -> str:
-        """Return `gen` for generators' calls outside of a validation, `ended_in` for all others."""
+        """Return `sample` for generators' calls outside a validation, `ended_in` for all others."""
         roles = self.config.generator_roles
         if call["method"] not in MADE_BY_GENERATORS or call["role"] not in roles:
             return ended_in
         is_validation = call["start"] >= self.generators.validation_began
-        return "testing" if ended_in == "testing" and is_validation else "gen"
+        return "testing" if ended_in == "testing" and is_validation else "sample"

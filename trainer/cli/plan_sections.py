@@ -71,23 +71,23 @@ def measured_sides(folder: str, num_generators: int) -> list[str]:
     The first step is left out if there are others, because caches and compilers warm up in it.
     """
     data = read_run(folder)
-    timed = [line for line in data.metrics if line.get("timing_s/gen", 0.0) > 0.0]
+    timed = [line for line in data.metrics if line.get("timing_s/sample", 0.0) > 0.0]
     if not timed or any(name.startswith("async/") for name in timed[0]):
         raise ConfigError(
-            f"{folder}/metrics.jsonl has no timing_s/gen of a synchronous run, so the time of "
+            f"{folder}/metrics.jsonl has no timing_s/sample of a synchronous run, so the time of "
             "generation is unknown. Pass the folder of a PPO run."
         )
     timed = timed[1:] or timed
-    gen, sync, step = (
+    sample, sync, step = (
         sum(line.get(f"timing_s/{name}", 0.0) for line in timed) / len(timed)
-        for name in ("gen", "update_weights", "step")
+        for name in ("sample", "sync", "step")
     )
-    training = step - gen - sync
-    slower = max(gen / num_generators + sync, training)
+    training = step - sample - sync
+    slower = max(sample / num_generators + sync, training)
     lines = [
         f"Measured in steps {timed[0]['step']:.0f} to {timed[-1]['step']:.0f} of {folder}: "
-        f"generation {gen:.3g} s, weight sync {sync:.3g} s, scores and updates {training:.3g} s",
-        f"Generation takes {gen / training:.2g} times as long as scores and updates.",
+        f"generation {sample:.3g} s, weight sync {sync:.3g} s, scores and updates {training:.3g} s",
+        f"Generation takes {sample / training:.2g} times as long as scores and updates.",
         f"With async_training.generators={num_generators}, a step takes about {slower:.3g} s, if "
         "each generator and the trainer have as many devices as the run; synchronously, it takes "
         f"{step:.3g} s.",

@@ -19,10 +19,8 @@ from verl_like.batch.protocol import DataProto
 from workers.rollout.batches import check_sample_hashes
 
 BATCHES_FOLDER = "batches"
-FILES = {"score": "score", "adv": "estimate", "update": "update"}
-"""Maps a stage, as named in the timings, to the name of its file."""
-STAGES = tuple(FILES.values())
-"""The stages that take a batch, in order, as methods of the trainer."""
+STAGES = "score", "estimate", "update"
+"""The stages that take a batch, in order."""
 
 
 def batch_file(run_folder: Path, step: int, stage: str) -> Path:
@@ -39,8 +37,8 @@ class SavedBatches:
 
     def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
         """Save the input batch of the stage."""
-        if stage in FILES and batch is not None:
-            self.save(FILES[stage], batch, trainer.global_step)
+        if stage in STAGES and batch is not None:
+            self.save(stage, batch, trainer.global_step)
 
     def save(self, stage: str, batch: DataProto, step: int) -> None:
         """Write the stage's file; with a step's first file, delete the files of an old step."""

@@ -18,8 +18,8 @@ from trainer.ppo.compute_advantage import GDPO_KEY, columns_read, compares_with_
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.ppo.filters import active_filters
 from trainer.ppo.roles import models_of, rollouts_of
-from trainer.ppo.sample import METRIC_KEY
-from trainer.ppo.update import longest_row
+from trainer.ppo.sampling import METRIC_KEY
+from trainer.ppo.updating import longest_row
 from trainer.rollouts.reward_checks import check_rewards
 from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trainer.launch import trainer_class
-from trainer.ppo import score
+from trainer.ppo import scoring
 from trainer.ppo.config import PPOConfig
 from trainer.record import Run
 from trainer.rollouts.samples import EXTRA
@@ -262,9 +262,9 @@ def describe(config: PPOConfig, nodes: Sequence[CallNode], problem: str = "") ->
         only = "" if waits_for_stages else "only "
         rows.append((node.stage, node.name, node.pool, f"{only}{', '.join(names)}" or "-"))
     lines = [*draw_table(rows, num_titles=2), WAITS, *overlaps(nodes)]
-    if score.update_can_compute_old_log_probs(config):
+    if scoring.update_can_compute_old_log_probs(config):
         lines.append(REUSE_NOTICE)
-        if score.measures_reference(config, step=1):
+        if scoring.measures_reference(config, step=1):
             lines.append(STEP_1_NOTICE)
     if config.algorithm.rollout_correction.bypass_mode:
         lines.append(BYPASS_NOTICE)

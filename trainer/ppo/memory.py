@@ -19,7 +19,7 @@ from trainer.memory import (
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import SizeRow, rows_of
-from trainer.ppo.update import longest_row
+from trainer.ppo.updating import longest_row
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles

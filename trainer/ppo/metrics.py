@@ -19,7 +19,7 @@ from workers.columns import read_column, read_columns, token_counts
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
 
-_SEQUENCE_PHASES = ("ref", "values", "adv", "update_critic", "update_actor")
+_SEQUENCE_PHASES = ("ref", "values", "estimate", "update_critic", "update_actor")
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
@@ -66,7 +66,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
     """Return the seconds per phase, and the milliseconds per token of phases that process tokens.
 
-    The phase `gen` counts response tokens; the other phases count all tokens.
+    The phase `gen` counts response tokens; the others count all tokens.
     """
     prompt_length, response_length = token_counts(batch)
     num_response_tokens = int(response_length.sum())

@@ -1,7 +1,7 @@
 """Explain a gap between the log-probs of the rollout and of the trainer.
 
 Call `diagnose_rollout_gap` by hand on a trainer whose models are built. It generates twice,
-compares the log-probs, and changes no weights. `trainer.ppo.score` computes the gap metrics of
+compares the log-probs, and changes no weights. `trainer.ppo.scoring` computes the gap metrics of
 every step that computes old log-probs.
 """
 

@@ -4,9 +4,9 @@
             ─> KL, advantages ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
 Calls separated by `‖` are futures: roles on different pools run at the same time, roles on one pool
-take turns. Placement is configuration. The formulas of each stage are in the file with its name:
-`sample`, `score`, `estimate`, `update`, `sync`, `validate`. The loop around a step is
-`trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
+take turns. Placement is configuration. The formulas of the stages are in `sampling`, `scoring`,
+`estimation`, `updating` and `weight_sync`, and those of a validation in `validation`. The loop
+around a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
-from trainer.ppo import prepare, sample, score, sync, update, validate
+from trainer.ppo import preparation, sampling, scoring, updating, validation, weight_sync
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.estimate import Estimation
+from trainer.ppo.estimation import Estimation
 from trainer.ppo.filters import active_filters
 from trainer.ppo.metrics import speed
 from trainer.record import Metrics, Run
@@ -41,16 +41,16 @@ class PPOTrainer(Trainer):
     `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks in the order of their calls.
     """
 
-    recipe = prepare.PPO_RUN
+    recipe = preparation.PPO_RUN
     config: PPOConfig
 
     def step(self) -> Metrics:
         """Sample, score, estimate advantages, update, and sync weights."""
-        batch, sampled = self.stage("gen", self.sample)
+        batch, sampled = self.stage("sample", self.sample)
         batch, scored = self.stage("score", self.score, batch)
-        batch, estimated = self.stage("adv", self.estimate, batch)
+        batch, estimated = self.stage("estimate", self.estimate, batch)
         updated = self.stage("update", self.update, batch)
-        synced = self.stage("update_weights", self.sync)
+        synced = self.stage("sync", self.sync)
         return sampled | scored | estimated | updated | synced | speed(self, batch)
 
     # ---------------------------------------------------------------------------- 1. sample
@@ -61,7 +61,7 @@ class PPOTrainer(Trainer):
         filtered, metrics = self.config.algorithm.filter_groups, dict[str, float]()
         if filtered.enable:
             size = self.config.data.train_batch_size
-            batch, drawn, metrics = sample.collect_groups(
+            batch, drawn, metrics = sampling.collect_groups(
                 lambda attempt: self.rollouts.score(self.sample_prompts(attempt)), size, filtered
             )
             self.call_hook("on_filter", "algorithm.filter_groups", drawn, batch)
@@ -80,10 +80,9 @@ class PPOTrainer(Trainer):
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
         """Return `rollout.n` samples of every prompt, each with its policy version."""
         num_samples = self.config.actor_rollout_ref.rollout.n
-        batch = self.rollouts.generate(
-            samples.repeat_prompts(prompts, num_samples), attempt=attempt
-        )
-        return sample.with_baselines(batch, self.rollouts, prompts, self.config.algorithm)
+        rows = samples.repeat_prompts(prompts, num_samples)
+        batch = self.rollouts.generate(rows, attempt=attempt)
+        return sampling.with_baselines(batch, self.rollouts, prompts, self.config.algorithm)
 
     def balance(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """Order the samples so that the actor's ranks get nearly equal numbers of tokens.
@@ -92,9 +91,9 @@ class PPOTrainer(Trainer):
         the reordering.
         """
         num_ranks = len(self.groups["actor"].update_actor.collecting_ranks())
-        num_mini_batches = sample.num_mini_batches(self.config, len(batch))
-        batch = sample.number_rows(batch, self.config)
-        return sample.balance_ranks(batch, num_ranks, num_mini_batches)
+        num_mini_batches = sampling.num_mini_batches(self.config, len(batch))
+        batch = sampling.number_rows(batch, self.config)
+        return sampling.balance_ranks(batch, num_ranks, num_mini_batches)
 
     # ----------------------------------------------------------------------------- 2. score
 
@@ -108,15 +107,15 @@ class PPOTrainer(Trainer):
         self.weights.rest()
         has_scores = "token_level_scores" in batch.columns
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
-        is_current = score.policy_is_current(batch, config, step, self.weights.version)
-        for reading in score.readings(config, is_current):
+        is_current = scoring.policy_is_current(batch, config, step, self.weights.version)
+        for reading in scoring.readings(config, is_current):
             if reading.role in self.groups and reading.column not in batch.columns:
-                settings = score.further_columns(reading, config)
+                settings = scoring.further_columns(reading, config)
                 calls.append(self.call(reading.role, reading.method, batch, **settings))
         batch, metrics = rollouts.join_results(batch, gather(*calls))
 
         if "old_log_probs" in batch.columns:
-            metrics |= score.mismatch_metrics(batch) | score.reference_drift(batch, config, step)
+            metrics |= scoring.mismatch_metrics(batch) | scoring.reference_drift(batch, config, step)
         return batch, metrics
 
     # -------------------------------------------------------------------------- 3. estimate
@@ -135,21 +134,22 @@ class PPOTrainer(Trainer):
         config, step, metrics = self.config, self.global_step, dict[str, float]()
         num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
         for name, chosen in active_filters(config).items():
-            before, (batch, found) = batch, chosen.keep(batch, config, step)
+            before = batch
+            batch, filtered = chosen.keep(before, config, step)
             if chosen.resamples:
                 batch, _ = self.balance(batch)
-            metrics |= found
+            metrics |= filtered
             self.call_hook("on_filter", name, before, batch)
-        batch = update.add_chosen_tokens(batch, config, step)
+        batch = updating.add_chosen_tokens(batch, config, step)
 
         calls = []
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
         if step > config.trainer.critic_warmup:
-            is_current = score.policy_is_current(batch, config, step, self.weights.version)
+            is_current = scoring.policy_is_current(batch, config, step, self.weights.version)
             on_policy = is_current and "old_log_probs" not in batch.columns
             settings = {"on_policy": on_policy, **self.entropy_ctrl.state_dict()}
-            num_rows = update.rows_per_update(config, num_prompts)
+            num_rows = updating.rows_per_update(config, num_prompts)
             ptx = [] if self.ptx is None else [self.ptx.take(num_rows)]
             calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
         try:
@@ -164,7 +164,7 @@ class PPOTrainer(Trainer):
     def sync(self) -> Metrics:
         """Send the actor's weights to the rollout, and to a reference that follows the actor."""
         synced = self.weights.send_next()
-        return synced | sync.update_reference(self.config, self.groups, self.global_step)
+        return synced | weight_sync.update_reference(self.config, self.groups, self.global_step)
 
     # --------------------------------------------------------------------------- validation
 
@@ -173,10 +173,10 @@ class PPOTrainer(Trainer):
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
         actor, send = self.config.actor_rollout_ref.actor, self.weights.send_next
-        with sync.averaged_weights(actor, self.groups["actor"], send):
-            samples = validate.sample_all(prompts, self.rollouts)
-        self.rollouts.write("validation", samples)
-        return validate.name_metrics(samples)
+        with weight_sync.averaged_weights(actor, self.groups["actor"], send):
+            batch = validation.sample_all(prompts, self.rollouts)
+        self.rollouts.write("validation", batch)
+        return validation.name_metrics(batch)
 
     # ------------------------------------------------------------- called by the loop
 
@@ -190,15 +190,15 @@ class PPOTrainer(Trainer):
     ) -> None:
         """Store the inputs; models are loaded when the loop starts."""
         config: Any = run.config
-        weights = sync.RolloutWeights(config, run.groups)
+        weights = weight_sync.RolloutWeights(config, run.groups)
         super().__init__(run, weights.send_again)
-        self.weights: sync.PolicyWeights = weights
+        self.weights: weight_sync.PolicyWeights = weights
         self.rollouts = rollouts.Rollouts(self, tokenizer, rewards)
         self.loader, self.prompts = loader, iter(loader)
         self.ptx = ptx
         self.has_validation = bool(self.config.data.val_files)
         self.estimation = Estimation(self.config)
-        self.entropy_ctrl = update.EntropyController(self.config.actor_rollout_ref.actor)
+        self.entropy_ctrl = updating.EntropyController(self.config.actor_rollout_ref.actor)
 
     @property
     def total_steps(self) -> int:

@@ -53,7 +53,8 @@ class Rollouts:
         prompts.meta_info = prompts.meta_info | settings
         ask = self._ask or self.trainer.recovery.generate
         samples = ask(prompts)
-        self.note_environments(samples, "rollout", "testing" if settings.get("validate") else "gen")
+        stage = "testing" if settings.get("validate") else "sample"
+        self.note_environments(samples, "rollout", stage)
         return with_responses(batch, samples)
 
     def prompt_columns(self, batch: DataProto, role: str) -> DataProto:

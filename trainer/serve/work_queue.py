@@ -24,7 +24,7 @@ from trainer.data.lm_rows import stop_tokens
 from trainer.data.prompts import load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
-from trainer.ppo.prepare import worker_code
+from trainer.ppo.preparation import worker_code
 from trainer.run_folder.lock import FolderLock
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import ServedCheckpoints

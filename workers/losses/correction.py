@@ -6,7 +6,7 @@ weights when the update begins, which give the old log-probs). The *current* pol
 trained.
 
 - Decoupled: before the update, `RolloutCorrection` compares the proximal policy with the behavior
-  policy. The driver calls it on the whole batch (`trainer.ppo.update`).
+  policy. The driver calls it on the whole batch (`trainer.ppo.updating`).
 - Bypass: the proximal policy is the behavior policy. During the update, `RolloutCorrection`
   compares the current policy with the behavior policy (`workers.roles.actor`).
 

@@ -131,8 +131,8 @@ def test_a_run_accepts_async_plans(model: Path) -> None:
         assert config.async_training.trainers == placement.pools[0].gpus
         assert config.async_training.generators == placement.num_generators
         assert placement.gpus <= 8
-        gen, *trainer = placement.seconds[:-1]
-        assert placement.step >= max(gen, sum(trainer)) * 0.99
+        generator, *trainer = placement.seconds[:-1]
+        assert placement.step >= max(generator, sum(trainer)) * 0.99
 
 
 def test_the_number_of_generators_may_be_set(model: Path) -> None:

@@ -30,7 +30,7 @@ def test_generation_and_training_on_shared_devices_are_noted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "line", [{"timing_s/step": 1.0}, {"timing_s/gen": 1.0, "async/queue_depth": 4.0}]
+    "line", [{"timing_s/step": 1.0}, {"timing_s/sample": 1.0, "async/queue_depth": 4.0}]
 )
 def test_a_run_without_seconds_of_generation_is_rejected(
     tmp_path: Path, line: dict[str, float]

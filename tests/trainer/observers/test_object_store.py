@@ -10,7 +10,7 @@ from tests.integration.runs import POLICY_ALONE, lines, overrides
 from trainer import load_config, run
 from trainer.observers import active, object_store
 from trainer.observers.object_store import ObjectStore
-from trainer.ppo.prepare import PPO_RUN
+from trainer.ppo.preparation import PPO_RUN
 
 MIB = 2**20
 
@@ -26,7 +26,7 @@ def test_a_run_is_warned_once_before_the_store_spills(
     monkeypatch.setattr(object_store, "store_usage", lambda: tuple(n * MIB for n in next(usages)))
     watch, metrics = ObjectStore(), dict[str, float]()
     watch.on_train_begin(Step())
-    for stage in ("gen", "score", "update"):
+    for stage in ("sample", "score", "update"):
         watch.on_stage_end(Step(), stage, None)
     watch.on_step_end(Step(), metrics)
     assert metrics == {"perf/object_store_mib": 80, "perf/object_store_spilled_mib": 2}

@@ -21,7 +21,7 @@ from trainer.observers.sample_log import (
 )
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.stages import PPOTrainer
-from trainer.ppo.update import EntropyController
+from trainer.ppo.updating import EntropyController
 from trainer.run_folder.accounts import describe_log
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import SampleLogError

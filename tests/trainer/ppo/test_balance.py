@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.ppo.sample import balance_ranks
+from trainer.ppo.sampling import balance_ranks
 from verl_like.batch.protocol import DataProto
 
 

@@ -10,7 +10,7 @@ from trainer import PPOTrainer, load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe, trace_step
-from trainer.ppo.score import update_can_compute_old_log_probs
+from trainer.ppo.scoring import update_can_compute_old_log_probs
 from trainer.ppo.sizes import batch_table
 
 NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")

@@ -104,7 +104,7 @@ def test_greedy_responses_of_remax_are_nodes(tiny_dir: Path, tmp_path: Path) -> 
     estimator = ("placement=colocate", f"algorithm.adv_estimator={by_path}")
     nodes, spans = recorded(tiny_dir, tmp_path, *estimator)
     check(nodes, spans)
-    assert ("gen", "rewards") in {node.key for node in nodes}, "of greedy responses"
+    assert ("sample", "rewards") in {node.key for node in nodes}, "of greedy responses"
 
 
 def test_the_int8_reference_adds_a_pass_in_step_1(tiny_dir: Path, tmp_path: Path) -> None:
@@ -168,18 +168,18 @@ def test_an_overridden_stage_shows_the_calls_that_it_makes(tiny_dir: Path, tmp_p
     nodes, problem = trace_step(config, ScoresTwice)
     assert not problem
     assert [node.key for node in nodes] == [
-        ("gen", "prompts"),
-        ("gen", "rollout.generate_sequences"),
+        ("sample", "prompts"),
+        ("sample", "rollout.generate_sequences"),
         ("score", "actor.compute_log_prob"),
         ("score", "critic.compute_values"),
         ("score", "prompts"),
         ("score", "rollout.generate_sequences"),
         ("score", "rewards"),
-        ("adv", "mine"),
+        ("estimate", "mine"),
         ("update", "ref.compute_ref_log_prob"),
         ("update", "critic.update_critic"),
         ("update", "actor.update_actor"),
-        ("update_weights", "rollout.update_weights"),
+        ("sync", "rollout.update_weights"),
     ]
     values = nodes[3]
     assert ("score", "actor.compute_log_prob") in values.after, "it is in turns, on two pools"

@@ -14,7 +14,7 @@ from tests.integration.runs import FEW_ROWS, calls, numbers, overrides
 from trainer import load_config, run
 from trainer.cli.plan_sections import watch_lines
 from trainer.ppo.dataflow import describe, trace_step
-from trainer.ppo.estimate import compute_distillation_advantage, distill
+from trainer.ppo.estimation import compute_distillation_advantage, distill
 from trainer.ppo.memory import role_memories
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError

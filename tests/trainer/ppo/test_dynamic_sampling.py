@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.ppo.config import FilterGroupsConfig
-from trainer.ppo.sample import collect_groups, merge_attempts
+from trainer.ppo.sampling import collect_groups, merge_attempts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, numbers, overrides
 from tests.workers.samples import make_batch, started, tiny_config
 from trainer import load_config, run
-from trainer.ppo.update import EntropyController
+from trainer.ppo.updating import EntropyController
 from workers.config import ActorConfig
 from workers.roles.actor import ActorWorker
 

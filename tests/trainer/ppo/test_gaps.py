@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from trainer.ppo.config import KLControlConfig, PPOConfig
-from trainer.ppo.estimate import KLController, RunningNorm, apply_kl_penalty, clamp_scores, distill
+from trainer.ppo.estimation import KLController, RunningNorm, apply_kl_penalty, clamp_scores, distill
 from trainer.ppo.filters import correct_rollout, without_truncated
 from trainer.ppo.metrics import compute_data_metrics
-from trainer.ppo.score import mismatch_metrics
-from trainer.ppo.update import add_chosen_tokens
-from trainer.ppo.validate import name_metrics
+from trainer.ppo.scoring import mismatch_metrics
+from trainer.ppo.updating import add_chosen_tokens
+from trainer.ppo.validation import name_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
 from workers.config import PolicyLossConfig, RolloutCorrectionConfig

@@ -14,7 +14,7 @@ from trainer.cli.check import explain
 from trainer.config.devices import Devices
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes, largest_pass, plan_text, role_memories
-from trainer.ppo.prepare import check_models
+from trainer.ppo.preparation import check_models
 from trainer.ppo.recipe import load_config
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError

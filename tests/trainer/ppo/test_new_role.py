@@ -13,7 +13,7 @@ from tests.trainer.ppo.judge_role import ConfigWithJudge, JudgeWorker
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.dataflow import describe, trace_step
 from trainer.ppo.memory import role_memories
-from trainer.ppo.prepare import check_models
+from trainer.ppo.preparation import check_models
 from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
 from verl_like.errors import ConfigError

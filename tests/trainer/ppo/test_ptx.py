@@ -11,7 +11,7 @@ import pytest
 from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
 from trainer.ppo.memory import largest_pass
-from trainer.ppo.update import longest_row, make_ptx_loader, rows_per_update
+from trainer.ppo.updating import longest_row, make_ptx_loader, rows_per_update
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 

@@ -15,9 +15,9 @@ from trainer import load_config, run
 from trainer.cli.check import explain
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import role_memories
-from trainer.ppo.prepare import check_models
+from trainer.ppo.preparation import check_models
 from trainer.ppo.recipe import needs_correction
-from trainer.ppo.score import reference_drift
+from trainer.ppo.scoring import reference_drift
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 

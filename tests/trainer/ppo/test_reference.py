@@ -78,7 +78,7 @@ def test_a_separate_reference_scores_and_does_not_follow(tiny_dir: Path, tmp_pat
 
 def test_the_graph_shows_the_update_of_the_reference(tiny_dir: Path, tmp_path: Path) -> None:
     config = load_config(overrides(tiny_dir, tmp_path, *EVERY_SECOND, "placement=colocate"))
-    receives = ("update_weights", "ref.update_weights")
+    receives = ("sync", "ref.update_weights")
     assert receives in [node.key for node in trace_step(config)[0]]
     config = changed(config, {"actor_rollout_ref.ref.update_every": None})
     assert receives not in [node.key for node in trace_step(config)[0]]

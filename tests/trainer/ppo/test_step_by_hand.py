@@ -11,7 +11,7 @@ import torch
 
 from trainer.ppo.compute_advantage import compute_advantage
 from trainer.ppo.config import KLControlConfig
-from trainer.ppo.estimate import KLController, apply_kl_penalty, clamp_scores
+from trainer.ppo.estimation import KLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from workers.config import ActorConfig
 from workers.losses.per_token import compute_policy_loss_vanilla

@@ -12,7 +12,7 @@ import torch
 from trainer import load_config
 from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from trainer.ppo.filters import draw_rows, filtration_weights, resample_by_score
-from trainer.ppo.update import add_chosen_tokens
+from trainer.ppo.updating import add_chosen_tokens
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import changed
 from workers.config import PolicyLossConfig

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from trainer.ppo.validate import process_validation_metrics
+from trainer.ppo.validation import process_validation_metrics
 
 
 def majority(draw):

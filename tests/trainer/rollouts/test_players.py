@@ -15,7 +15,7 @@ from tests.integration.runs import POLICY_ALONE, lines
 from tests.trainer.rollouts.test_environments import GAMES, play, rows
 from trainer.observers.saved_batches import batch_file
 from trainer.ppo.config import FilterGroupsConfig
-from trainer.ppo.sample import collect_groups
+from trainer.ppo.sampling import collect_groups
 from trainer.rollouts.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError

@@ -106,7 +106,7 @@ def test_the_overlap_ratio_is_busy_time_over_wall_time() -> None:
         record("b", "critic", 0, 0.0, 2.0, stage="update"),
         record("a", "ref", 0, 10.0, 11.0, stage="score"),
         record("a", "actor", 0, 11.0, 12.0, stage="score"),
-        record("a", "rollout", 0, 20.0, 30.0, stage="gen"),
+        record("a", "rollout", 0, 20.0, 30.0, stage="sample"),
     ]
     timings = call_timings(records, {"update": 4.1}, concurrent=("score", "update"))
     assert timings["timing_s/update"] == 4.1

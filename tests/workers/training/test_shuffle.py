@@ -9,7 +9,7 @@ import torch
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
-from trainer.ppo.sample import balance_ranks
+from trainer.ppo.sampling import balance_ranks
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import split_rows
 from verl_like.errors import BatchError, MissingColumnError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from trainer.ppo.validate import name_metrics, sample_all
+from trainer.ppo.validation import name_metrics, sample_all
 from trainer.record import Metrics
 from trainer.rollouts.without_training import SAMPLING_RUN, SamplingOnlyTrainer
 from trainer.tools.evaluation.recipe import EvaluationConfig
@@ -23,7 +23,7 @@ class Evaluation(SamplingOnlyTrainer):
     """Samples all prompts in one step with the role `rollout`, and scores the samples."""
 
     config: EvaluationConfig
-    recipe = replace(SAMPLING_RUN, stages=("gen",))
+    recipe = replace(SAMPLING_RUN, stages=("sample",))
     prompt_files = "val_files"
 
     @property
@@ -33,7 +33,7 @@ class Evaluation(SamplingOnlyTrainer):
 
     def step(self) -> Metrics:
         """Validate, and print the table."""
-        with self.clock("gen"):
+        with self.clock("sample"):
             samples = sample_all(self.prompts, self.rollouts)
         self.rollouts.write("validation", samples)
         metrics = name_metrics(samples)

@@ -38,7 +38,7 @@ UTILIZATIONS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85)
 class PPOJob(Job):
     """A PPO run, and the lengths of its samples."""
 
-    stages: ClassVar[tuple[str, ...]] = ("gen", "score", "update", "update_weights")
+    stages: ClassVar[tuple[str, ...]] = ("sample", "score", "update", "sync")
     config: PPOConfig
     mean_prompt: float
     responses: Sequence[float]

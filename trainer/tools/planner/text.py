@@ -27,8 +27,8 @@ PREDICTED = (
 )
 
 STAGES = (
-    "Seconds of a step and of its stages: gen (generate), score (log-probs, values, rewards), "
-    "update, and update_weights (send them to the engine)"
+    "Seconds of a step and of its stages: sample, score (log-probs, values, rewards), update, "
+    "and sync (send the weights to the engine)"
 )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trainer.ppo.metrics import compute_data_metrics
-from trainer.ppo.score import mismatch_metrics
+from trainer.ppo.scoring import mismatch_metrics
 from trainer.run_folder.metrics import reduce_metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import CallResult

@@ -35,6 +35,8 @@ STOPPED = "Stopped by "
 """Beginning of the failure text of a run that was stopped by a signal."""
 SAMPLED_STEPS, SAMPLES_PER_STEP, LONGEST_TEXT = 12, 16, 1500
 SHOWN_STARTS, COMPARED_PROMPTS = 5, 6
+OLD_STAGES = {"gen": "sample", "adv": "estimate", "update_weights": "sync"}
+"""Names of PPO's stages in folders of earlier runs, and their names today."""
 WRITTEN_FIELDS = (
     "step", "uid", "sample", "data_source", "input", "output", "gts", "score", "turns", "ended",
     "problem", "columns", "images",
@@ -123,9 +125,13 @@ def read_run(folder: str | Path) -> RunData:
     # the printed placement: a heading, then a row for each pool
     placement = [line.strip() for line in _read_text(folder / "placement.txt").splitlines()]
     calls, stages = read_timeline(folder / "timeline.json", notes)
+    metrics = read_metrics(folder / "metrics.jsonl", notes)
+    if "gen" in stages:
+        stages = [OLD_STAGES.get(stage, stage) for stage in stages]
+        metrics = [_with_new_names(line) for line in metrics]
     return RunData(
         folder=folder,
-        metrics=read_metrics(folder / "metrics.jsonl", notes),
+        metrics=metrics,
         calls=calls,
         stages=stages,
         placement=[re.split(r"\s{2,}", line) for line in placement if line],
@@ -145,6 +151,17 @@ def read_run(folder: str | Path) -> RunData:
             row for path in _sample_files(folder / "rollouts")[-1:] for row in json_objects(path)[0]
         ),
     )
+
+
+def _with_new_names(line: Mapping[str, float]) -> dict[str, float]:
+    """Return a step's metrics with the times of old stages under their new names.
+
+    A line that a newer version appended on a resume has the new names already.
+    """
+    if "timing_s/sample" in line:
+        return dict(line)
+    names = {f"timing_s/{old}": f"timing_s/{new}" for old, new in OLD_STAGES.items()}
+    return {names.get(name, name): value for name, value in line.items()}
 
 
 def _read_text(path: Path) -> str:

@@ -93,7 +93,7 @@ def predictions(models: Path) -> dict[str, Callable[[], float]]:
         "the same, prefixes shared": lambda: call(large, groups, True),
         "step of GRPO of 0.5B, 64 x 4 rows": lambda: step(small, "grpo", False)["step"],
         "its update": lambda: step(small, "grpo", False)["update"],
-        "its generation, native engine": lambda: step(small, "grpo", False)["gen"],
+        "its generation, native engine": lambda: step(small, "grpo", False)["sample"],
         "step of GRPO of 0.5B, 64 x 4 rows, eager": lambda: step(small, "grpo", True)["step"],
         "step of PPO of 0.5B, 64 x 4 rows": lambda: step(small, "ppo", True)["step"],
         "its updates of actor and critic": lambda: step(small, "ppo", True)["update"],

@@ -35,11 +35,11 @@ def metrics_of(step: int) -> dict[str, float]:
     values = {name: place + math.sin(step / 9 + place) for place, name in enumerate(names)}
     times = {
         "step": 1.0,
-        "gen": 0.3,
+        "sample": 0.3,
         "score": 0.15,
-        "adv": 0.02,
+        "estimate": 0.02,
         "update": 0.4,
-        "update_weights": 0.1,
+        "sync": 0.1,
     }
     return {
         "step": step,

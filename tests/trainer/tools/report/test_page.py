@@ -62,15 +62,15 @@ def test_the_page_loads_no_external_file(page: str) -> None:
 def test_phase_shares_sum_to_100_and_match_the_metrics(run_dir: Path) -> None:
     data = read_run(run_dir)
     shares = phase_shares(data.metrics, data.stages)
-    names = ["gen", "score", "adv", "update", "update_weights", "other"]
+    names = ["sample", "score", "estimate", "update", "sync", "other"]
     assert [name for name, _, _ in shares] == names
     assert sum(round(10 * share) for _, _, share in shares) == 1000
     assert dict((name, share) for name, _, share in shares)["update"] == pytest.approx(40.0)
     # validation and checkpoints come after the step
-    seconds = {"step": 1.0, "gen": 0.75, "testing": 0.5, "save_checkpoint": 0.5}
+    seconds = {"step": 1.0, "sample": 0.75, "testing": 0.5, "save_checkpoint": 0.5}
     line = {f"timing_s/{name}": value for name, value in seconds.items()}
-    expected = [("gen", 37.5), ("testing", 25.0), ("save_checkpoint", 25.0), ("other", 12.5)]
-    assert [(name, share) for name, _, share in phase_shares([line], ["gen"])] == expected
+    expected = [("sample", 37.5), ("testing", 25.0), ("save_checkpoint", 25.0), ("other", 12.5)]
+    assert [(name, share) for name, _, share in phase_shares([line], ["sample"])] == expected
 
 
 def test_the_overlap_is_the_share_of_time_in_which_two_pools_work(run_dir: Path) -> None:

@@ -16,7 +16,7 @@ from trainer.tools.report.summary import advice_at_end, summary
 
 STEP = {
     "timing_s/step": 2.0,
-    "timing_s/gen": 1.2,
+    "timing_s/sample": 1.2,
     "timing_s/update": 0.6,
     "actor/entropy": 2.0,
     "actor/grad_norm": 0.5,
@@ -28,7 +28,7 @@ STEP = {
 def run_of(folder: Path, *lines: dict[str, float]) -> RunData:
     rows = [{"step": step, **line} for step, line in enumerate(lines)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trace = {"traceEvents": [], "otherData": {"stages": ["gen", "update"]}}
+    trace = {"traceEvents": [], "otherData": {"stages": ["sample", "update"]}}
     (folder / "timeline.json").write_text(json.dumps(trace))
     return read_run(folder)
 
@@ -37,9 +37,20 @@ def test_the_summary_has_phase_times_and_the_best_validation(tmp_path: Path) -> 
     scores = [0.25, 0.75, 0.5]
     lines = [STEP | {"val-core/x/mean@1": score} for score in scores]
     assert summary(run_of(tmp_path, *lines)) == [
-        "3 steps, 2 s each: gen 60 %, update 30 %, other 10 %",
+        "3 steps, 2 s each: sample 60 %, update 30 %, other 10 %",
         "best val-core/x/mean@1: 0.75 after step 1, 0.5 at the end",
     ]
+
+
+def test_the_stages_of_a_run_of_an_earlier_version_have_todays_names(tmp_path: Path) -> None:
+    old = {"timing_s/step": 2.0, "timing_s/gen": 1.0, "timing_s/adv": 0.4}
+    resumed = {"timing_s/step": 2.0, "timing_s/sample": 1.0, "timing_s/gen": 0.9}
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(resumed)}\n")
+    stages = ["gen", "score", "adv", "update", "update_weights"]
+    trace = {"traceEvents": [], "otherData": {"stages": stages}}
+    (tmp_path / "timeline.json").write_text(json.dumps(trace))
+    (line, *_) = summary(read_run(tmp_path))
+    assert line == "2 steps, 2 s each: sample 50 %, estimate 10 %, other 40 %"
 
 
 def test_the_best_loss_of_a_validation_is_the_lowest(tmp_path: Path) -> None:

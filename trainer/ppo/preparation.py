@@ -26,7 +26,7 @@ from trainer.ppo.memory import check_memory, fit_passes, plan_text
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_line, batch_table, rows_of
-from trainer.ppo.update import make_ptx_loader
+from trainer.ppo.updating import make_ptx_loader
 from trainer.rollouts import preflight
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
 from trainer.run_folder.metrics import headline
@@ -192,10 +192,11 @@ def check_models(config: PPOConfig) -> None:
 
 PPO_RUN = RunRecipe(
     role="actor",
-    stages=("gen", "score", "adv", "update", "update_weights"),
+    stages=("sample", "score", "estimate", "update", "sync"),
     concurrent_stages=("score", "update"),
-    repeatable_stages=("score", "update_weights"),
+    repeatable_stages=("score", "sync"),
     call_labels={
+        "generate_sequences": "gen",
         "compute_log_prob": "old_log_prob",
         "compute_ref_log_prob": "ref",
         "compute_values": "values",
