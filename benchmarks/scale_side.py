@@ -36,9 +36,9 @@ from trainer.loop import Loop, Trainer
 from trainer.observers.active import active_observers
 from trainer.ppo.recipe import PPO
 from trainer.ppo.stages import PPOTrainer
-from trainer.record import Run
 from trainer.run_folder.folder import note_start, open_run_folder
 from trainer.run_folder.lock import FolderLock
+from trainer.run_state import Run
 from verl_like import WorkerGroup
 from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls
 from verl_like.placement.plan import PoolPlan
@@ -134,7 +134,7 @@ class MeasuredLoop(Loop):
     """Records the driver's CPU seconds at the end of a checkpoint."""
 
     def _commit(self) -> None:
-        is_written = self.record.checkpoints._written is not None
+        is_written = self.trainer.run.checkpoints._written is not None
         before = Measured.gauge.now()["driver s"]
         super()._commit()
         if is_written:

@@ -67,7 +67,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("data", "groups", "run_folder"),
         ("lost_groups",),
         ("memory", "restarts", "observers"),
-        ("record", "run_recipe"),
+        ("run_recipe", "run_state"),
         ("recovery", "drained_nodes"),
         ("loop",),
         ("launch", "stubs"),

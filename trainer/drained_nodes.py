@@ -20,8 +20,8 @@ def leave_drained_nodes(loop: Any) -> None:
     A checkpoint that would not be ready in time is not begun. Without room on other nodes, the
     run goes on until the nodes are gone.
     """
-    trainer, record = loop.trainer, loop.record
-    config, groups = record.config, record.groups
+    trainer, run = loop.trainer, loop.trainer.run
+    config, groups = run.config, run.groups
     pools = pools_to_move(config, groups.placement)
     pools = {pool: left_s for pool, left_s in pools.items() if pool not in config.child_pools}
     if not pools or not trainer.can_save:
@@ -33,23 +33,23 @@ def leave_drained_nodes(loop: Any) -> None:
     is_new, loop.leaving = not pools.keys() <= loop.leaving, set(pools)
     if not (has_room or is_new):
         return
-    left_s, needs_s = min(pools.values()), sum(record.checkpoints.took_s.values())
+    left_s, needs_s = min(pools.values()), sum(run.checkpoints.took_s.values())
     event = f"Ray drains nodes of {', '.join(pools)}"
     if left_s < math.inf:
         event += f", which are gone in {left_s:.0f} s"
-    if record.step and not (record.checkpoints.is_enabled and needs_s < left_s):
+    if run.step and not (run.checkpoints.is_enabled and needs_s < left_s):
         why = f"a checkpoint takes {needs_s:.0f} s (the last one)"
-        if not record.checkpoints.is_enabled:
+        if not run.checkpoints.is_enabled:
             why = "checkpoints are disabled (trainer.save_every_minutes=null)"
         if is_new:
-            logger.warning("%s; step %d is not saved, because %s.", event, record.step, why)
+            logger.warning("%s; step %d is not saved, because %s.", event, run.step, why)
         return
-    if record.step:
+    if run.step:
         loop.save_now()
     if has_room:
-        raise NodeDrainedError(f"{event}; the run moves to others after step {record.step}.")
+        raise NodeDrainedError(f"{event}; the run moves to others after step {run.step}.")
     text = "%s, and no other node has room. Step %d is saved; the run goes on until then."
-    logger.warning(text, event, record.step)
+    logger.warning(text, event, run.step)
 
 
 def _move(trainer: Any, pools: Iterable[str]) -> None:

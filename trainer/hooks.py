@@ -42,7 +42,7 @@ class Hooks:
     """
 
     run: Any
-    """The record of the run (`trainer.record`)."""
+    """The state that the loop and the stages share (`trainer.run_state`)."""
 
     def call_hook(self, name: str, *arguments: Any) -> None:
         """Call the observers' hooks of that name, then the trainer's own, then the callbacks'."""

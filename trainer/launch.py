@@ -29,7 +29,6 @@ from trainer.hooks import Hooks, check_callbacks
 from trainer.loop import Loop, Trainer
 from trainer.memory import UNKNOWN, describe_axes, role_models
 from trainer.observers.active import active_observers, end_of_run
-from trainer.record import Run
 from trainer.restarts import LOSSES, TURN_S, NodeDrainedError, Restarts
 from trainer.run_folder.folder import MODEL, note_start, open_run_folder
 from trainer.run_folder.lock import FolderLock
@@ -37,6 +36,7 @@ from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.tracking import BUILT_IN
+from trainer.run_state import Run
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.files import is_remote, why_not_writable
 from verl_like.placement.plan import Placement
@@ -205,7 +205,7 @@ class Attempts:
             self._groups = self._restarts.wait_for_capacity(start, self._failed_at)
             self._groups.note_placement()
             show_plan(self._groups.placement, self.config, self._trainer_cls)
-        record = Run(
+        run = Run(
             self.config,
             self._groups,
             observers=self._observers,
@@ -213,11 +213,11 @@ class Attempts:
             stop=self._stop,
             restarts=self._restarts,
         )
-        self._trainer = self._trainer_cls(record, *inputs)
+        self._trainer = self._trainer_cls(run, *inputs)
         try:
             Loop(self._trainer).run()
         finally:
-            self._step, self._failed_at = record.step or self._step, time.monotonic()
+            self._step, self._failed_at = run.step or self._step, time.monotonic()
 
     def prepare_next(self, error: VerlLikeError) -> None:
         """Prepare another attempt with the groups that survive; raise if none is possible."""

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, TypeVar
 
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
-from trainer.record import Call, Metrics, Run
 from trainer.recovery import Recovery
 from trainer.run_folder.folder import committed
 from trainer.run_folder.metrics import describe_reached_target
@@ -28,6 +27,7 @@ from trainer.run_folder.resume import IS_LAST
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
 from trainer.run_recipe import RunRecipe
+from trainer.run_state import Call, Metrics, Run
 from verl_like.batch.protocol import DataProto
 from verl_like.process.garbage import ignore_old_objects
 from workers.columns import select_reads
@@ -53,7 +53,7 @@ class Trainer(Hooks, ABC):
         groups: role -> the worker group with its methods.
         folder: the run folder.
         global_step: number of the current step, or of the last one.
-        run: the record of the run (`trainer.record.Run`).
+        run: the state that the loop and the stages share (`trainer.run_state.Run`).
     """
 
     recipe: ClassVar[RunRecipe] = RunRecipe()
@@ -184,7 +184,7 @@ class Loop:
 
     def __init__(self, trainer: Trainer, saves_model: bool = True) -> None:
         """With `saves_model`, the trained model is saved at the end, if the settings say so."""
-        self.trainer, self.record = trainer, trainer.run
+        self.trainer = trainer
         self._saves_model = saves_model and trainer.recipe.exports_model(trainer.config)
         self.leaving: set[str] = set()
         """Pools on drained nodes for which no other node had room."""
@@ -193,102 +193,100 @@ class Loop:
         """Run every step."""
         from trainer.drained_nodes import leave_drained_nodes
 
-        trainer, record = self.trainer, self.record
-        record.checkpoints.resume.discard_later_steps()
-        with make_tracking(record.config, trainer.total_steps, trainer.headline) as tracking:
-            resumes = record.checkpoints.resume.resumes_in_place
-            timeline = Timeline(record.folder / "timeline.json", resumes, trainer.recipe.stages)
+        trainer, run = self.trainer, self.trainer.run
+        run.checkpoints.resume.discard_later_steps()
+        with make_tracking(run.config, trainer.total_steps, trainer.headline) as tracking:
+            resumes = run.checkpoints.resume.resumes_in_place
+            timeline = Timeline(run.folder / "timeline.json", resumes, trainer.recipe.stages)
             try:
                 self.start(tracking, timeline)
-                with record.stop.deferred(), ignore_old_objects():
+                with run.stop.deferred(), ignore_old_objects():
                     reached = ""
-                    while not reached and record.step < trainer.total_steps:
-                        if record.stop.received and trainer.can_save:
+                    while not reached and run.step < trainer.total_steps:
+                        if run.stop.received and trainer.can_save:
                             self._stop_here()
                         leave_drained_nodes(self)
                         reached = self._next_step(tracking, timeline)
                     self._finish_checkpoint()
                     ending = [reached, self._save_final_model()]
             finally:
-                record.checkpoints.close()
-                timeline.add(record.take_calls())
+                run.checkpoints.close()
+                timeline.add(run.take_calls())
                 trainer.call_hook("on_train_end")
         for line in filter(None, ending):  # after the line of the last step
             print(line, flush=True)
 
     def start(self, tracking: Tracking, timeline: Timeline) -> None:
         """Build the models, resume, and validate if that comes before the first step."""
-        trainer, record = self.trainer, self.record
+        trainer, run = self.trainer, self.trainer.run
         with trainer.clock("init"):
             self.init_models()
-        start = record.checkpoints.resume.start
-        record.restarts.begin(record.step, "the beginning" if start is None else start.name)
+        start = run.checkpoints.resume.start
+        run.restarts.begin(run.step, "the beginning" if start is None else start.name)
         trainer.call_hook("on_init_end")
         trainer.call_hook("on_train_begin")
-        if record.step == 0 and (scores := self._validate(is_last=False)):
+        if run.step == 0 and (scores := self._validate(is_last=False)):
             tracking.log(scores, 0)
-        timeline.add(record.take_calls())  # so that they do not count in the first step
+        timeline.add(run.take_calls())  # so that they do not count in the first step
 
     def init_models(self) -> None:
         """Build the models of roles that have none; load a checkpoint if there is one."""
-        trainer, record = self.trainer, self.record
-        if record.config.trainer.max_restarts:
-            record.groups.may_be_replaced(trainer.replaceable_roles())
-        record.groups.init_new_roles(trainer.init_arguments)
+        trainer, run = self.trainer, self.trainer.run
+        if run.config.trainer.max_restarts:
+            run.groups.may_be_replaced(trainer.replaceable_roles())
+        run.groups.init_new_roles(trainer.init_arguments)
         trainer.before_resume()
-        state = record.checkpoints.resume.load(trainer.saved_groups())
+        state = run.checkpoints.resume.load(trainer.saved_groups())
         if state is not None:
-            with record.checkpoints.resume.naming_checkpoint():
-                record.step = state[STEP]
+            with run.checkpoints.resume.naming_checkpoint():
+                run.step = state[STEP]
                 trainer.load_state_dict(state)
-                for observer in stateful(record.observers):
+                for observer in stateful(run.observers):
                     observer.load_state_dict(state.get(observer.name, {}))
         trainer.before_steps()
 
     def _next_step(self, tracking: Tracking, timeline: Timeline) -> str:
         """Run a step, save and log it; return why the run ends with it, or ""."""
-        trainer, record = self.trainer, self.record
-        record.step += 1
-        record.groups.check_idle(f"the start of step {record.step}")
+        trainer, run = self.trainer, self.trainer.run
+        run.step += 1
+        run.groups.check_idle(f"the start of step {run.step}")
         try:
             metrics = self._step()
         except EndOfSamples as end:
-            record.step -= 1
+            run.step -= 1
             self._save(is_last=True)
             self._commit()
-            return f"the run ends after step {record.step}: {end}"
+            return f"the run ends after step {run.step}: {end}"
         except StopRequested as waiting:
-            record.step -= 1
+            run.step -= 1
             if trainer.can_save:
                 self._stop_here()
-            record.stop.end(f"while it waited for {waiting}")
+            run.stop.end(f"while it waited for {waiting}")
             raise
-        reached = (
-            describe_reached_target(metrics, record.config.trainer.stop_at) or record.end_reason
-        )
+        reached = describe_reached_target(metrics, run.config.trainer.stop_at) or run.end_reason
         try:
             metrics |= self._save(is_last=bool(reached))
         finally:
-            timeline.add(record.take_calls())
-            tracking.log(metrics, record.step, is_last=bool(reached))
+            timeline.add(run.take_calls())
+            tracking.log(metrics, run.step, is_last=bool(reached))
         self._commit()  # only now: a resume needs the line of the step that it starts from
         return reached
 
     def _step(self) -> Metrics:
         """Run one step between its hooks, and measure its times by stage and by role."""
-        trainer, record = self.trainer, self.record
-        record.timing = {}
+        trainer, run = self.trainer, self.trainer.run
+        run.timing = {}
         trainer.call_hook("on_step_begin")
         with trainer.clock("step"):
             metrics = trainer.step()
         recipe = trainer.recipe
         concurrent, labels = recipe.concurrent_stages, recipe.call_labels
-        metrics |= call_timings(record.calls, record.timing, concurrent, labels)
+        metrics |= call_timings(run.calls, run.timing, concurrent, labels)
         # the run ends with this step, as far as metrics before a validation say
-        targets = record.config.trainer.stop_at
+        targets = run.config.trainer.stop_at
         known = {name: targets[name] for name in targets if name in metrics}
         reached = bool(describe_reached_target(metrics, known))
-        metrics |= self._validate(is_last=reached or record.step == trainer.total_steps)
+        metrics |= self._validate(is_last=reached or run.step == trainer.total_steps)
         trainer.call_hook("on_step_end", metrics)
         return metrics
 
@@ -300,13 +298,13 @@ class Loop:
         trainer.call_hook("on_validate_begin")
         with trainer.clock("testing"):
             metrics = trainer.validation_metrics()
-        metrics["timing_s/testing"] = self.record.timing["testing"]
+        metrics["timing_s/testing"] = self.trainer.run.timing["testing"]
         trainer.call_hook("on_validate_end", metrics)
         return metrics
 
     def _validation_is_due(self, is_last: bool) -> bool:
         """Return whether the settings have a validation after this step, or before the first."""
-        settings, step = self.record.config.trainer, self.record.step
+        settings, step = self.trainer.config.trainer, self.trainer.global_step
         if step == 0:
             return bool(settings.val_before_train)
         if is_last:
@@ -315,39 +313,40 @@ class Loop:
 
     def _save(self, is_last: bool = False, at_once: bool = False) -> Metrics:
         """Write a checkpoint if one is due after this step, or `at_once`; return its time."""
-        trainer, record = self.trainer, self.record
-        checkpoints, step = record.checkpoints, record.step
+        trainer, run = self.trainer, self.trainer.run
+        checkpoints, step = run.checkpoints, run.step
         last_step = step if is_last else trainer.total_steps
         if not (checkpoints.is_due(step, last_step, by_time=trainer.can_save) or at_once):
             return {}
         with trainer.clock("save_checkpoint"):
             state = {STEP: step, **trainer.state_dict(), IS_LAST: step == last_step}
-            for observer in stateful(record.observers):
+            for observer in stateful(run.observers):
                 if observer_state := observer.state_dict():
                     state[observer.name] = observer_state
             checkpoints.write(step, trainer.saved_groups(), state, self._write_files)
-        return {"timing_s/save_checkpoint": record.timing["save_checkpoint"]}
+        return {"timing_s/save_checkpoint": run.timing["save_checkpoint"]}
 
     def _write_files(self, folder: Path) -> None:
         """Write the observers' files of a checkpoint."""
-        for observer in self.record.observers:
+        for observer in self.trainer.run.observers:
             if hasattr(observer, "write_files"):
                 observer.write_files(folder)
 
     def _commit(self) -> None:
         """Commit the written checkpoint, perhaps in the background."""
-        for folder in self.record.checkpoints.commit():
+        for folder in self.trainer.run.checkpoints.commit():
             self.trainer.call_hook("on_save_end", folder)
 
     def _finish_checkpoint(self) -> None:
-        self.record.checkpoints.finish()
+        self.trainer.run.checkpoints.finish()
         self._commit()
 
     def save_now(self) -> Path:
         """Write and commit a checkpoint of the last step unless there is one; return its folder."""
         self._finish_checkpoint()
-        folder = self.record.folder / f"global_step_{self.record.step}"
-        if self.record.step > 0 and not folder.is_dir():
+        run = self.trainer.run
+        folder = run.folder / f"global_step_{run.step}"
+        if run.step > 0 and not folder.is_dir():
             self._save(at_once=True)
             self._commit()
             self._finish_checkpoint()
@@ -355,24 +354,24 @@ class Loop:
 
     def _stop_here(self) -> None:
         """End the run with a checkpoint of its last step."""
-        record = self.record
-        where = f"after step {record.step} of {self.trainer.total_steps}"
-        if not record.checkpoints.is_enabled:
+        run = self.trainer.run
+        where = f"after step {run.step} of {self.trainer.total_steps}"
+        if not run.checkpoints.is_enabled:
             self._finish_checkpoint()
-            record.stop.end(f"{where}, without a checkpoint (trainer.save_every_minutes=null)")
+            run.stop.end(f"{where}, without a checkpoint (trainer.save_every_minutes=null)")
         folder = self.save_now()
-        record.stop.end(f"{where}, saved in {folder}" if folder.is_dir() else where)
+        run.stop.end(f"{where}, saved in {folder}" if folder.is_dir() else where)
 
     def _save_final_model(self) -> str:
         """Save the trained model in the run folder if configured; return what to say about it."""
-        record = self.record
+        run = self.trainer.run
         if not self._saves_model:
             return ""
-        if record.config.trainer.save_final:
-            group = record.groups[self.trainer.recipe.role]
-            folder = record.checkpoints.write_model(record.step, group)
-            return f"model: {Path(record.config.trainer.default_local_dir) / folder.name}"
-        if not committed(record.folder):
+        if run.config.trainer.save_final:
+            group = run.groups[self.trainer.recipe.role]
+            folder = run.checkpoints.write_model(run.step, group)
+            return f"model: {Path(run.config.trainer.default_local_dir) / folder.name}"
+        if not committed(run.folder):
             return "warning: no model was saved (trainer.save_final=false, no checkpoint)"
         return ""
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer import load_config, run
-from trainer.record import Metrics
 from trainer.rollouts.samples import repeat_prompts
 from trainer.rollouts.turns import POLICY, chats_of
+from trainer.run_state import Metrics
 from trainer.tools.evaluation.recipe import EVAL
 from trainer.tools.evaluation.step import Evaluation
 from verl_like.batch.protocol import DataProto

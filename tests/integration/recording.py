@@ -8,7 +8,7 @@ import torch
 
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.stages import PPOTrainer
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 from verl_like import DataProto, Dispatch, Worker, register
 from workers.columns import read_columns, write_columns
 from workers.rewards.weighted import place_at_last_token

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer.ppo.stages import PPOTrainer
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 from verl_like import DataProto, Dispatch, register
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker

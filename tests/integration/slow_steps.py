@@ -18,7 +18,7 @@ from trainer import restarts
 from trainer.ppo import recipe
 from trainer.ppo.stages import PPOTrainer
 from trainer.recipe_command import run_command
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 
 SLOW_S = 5.0
 """Longer than the time after which Ray's own handler of SIGTERM would abort the process."""

@@ -18,7 +18,7 @@ from trainer import PPOTrainer, load_config
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Loop
 from trainer.ppo.config import PPOConfig
-from trainer.record import Metrics, Run
+from trainer.run_state import Metrics, Run
 from trainer.tools.planner.search import partitions
 
 ROLES = ("actor", "rollout", "ref", "critic", "reward_model")

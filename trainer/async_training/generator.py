@@ -22,8 +22,8 @@ from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.topology import generator_role, role_on
 from trainer.async_training.weights import WeightFeed
 from trainer.ppo.sizes import CRITIC_COPY
-from trainer.record import Metrics
 from trainer.rollouts.rollouts import join_results, with_responses
+from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from verl_like.calls.result import CallResult

@@ -31,9 +31,9 @@ from trainer.async_training.weights import WeightFeed
 from trainer.groups.changing_pools import can_move, note_address, pools_to_move
 from trainer.loop import StopRequested, Trainer
 from trainer.lost_groups import wait_for_room
-from trainer.record import Run
 from trainer.restarts import LOOK_AGAIN_S
 from trainer.run_folder.accounts import describe_log
+from trainer.run_state import Run
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.diagnose import Deadlines
 from verl_like.calls.future import gather

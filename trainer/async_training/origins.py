@@ -13,8 +13,8 @@ from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.weights import WeightFeed
 from trainer.observers.sample_log import SampleKey, SampleLog
 from trainer.ppo.sampling import merge_attempts
-from trainer.record import Metrics, Run
 from trainer.rollouts.samples import concat_rows
+from trainer.run_state import Metrics, Run
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import few
 from workers.columns import count_ones, read_column

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from trainer.async_training.topology import ANY_RANK
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.registry import Registry

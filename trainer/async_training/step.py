@@ -26,8 +26,8 @@ from trainer.ppo.metrics import speed
 from trainer.ppo.preparation import PPO_RUN
 from trainer.ppo.sampling import number_rows
 from trainer.ppo.stages import PPOTrainer
-from trainer.record import Call, Metrics, Run
 from trainer.rollouts.rollouts import Rollouts
+from trainer.run_state import Call, Metrics, Run
 from verl_like.batch.protocol import DataProto
 from workers.config import has_environment
 from workers.rewards.weighted import Rewards

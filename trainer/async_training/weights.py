@@ -20,7 +20,7 @@ from trainer.async_training.chunks import Rounds
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.topology import role_on
 from trainer.ppo.sizes import CRITIC_COPY
-from trainer.record import Metrics, Run
+from trainer.run_state import Metrics, Run
 from verl_like.errors import WeightSyncError
 from verl_like.process.machine import resident_bytes
 from workers.weights.sync import deliver_weights, publish_weights

@@ -23,8 +23,8 @@ import torch
 from trainer.launch import trainer_class
 from trainer.ppo import scoring
 from trainer.ppo.config import PPOConfig
-from trainer.record import Run
 from trainer.rollouts.samples import EXTRA
+from trainer.run_state import Run
 from trainer.stubs import DRIVER, INLINE, NUM_TOKENS, StubFuture, StubGroups, columns_in, made_up
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor

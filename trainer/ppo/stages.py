@@ -21,8 +21,8 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.estimation import Estimation
 from trainer.ppo.filters import active_filters
 from trainer.ppo.metrics import speed
-from trainer.record import Metrics, Run
 from trainer.rollouts import rollouts, samples
+from trainer.run_state import Metrics, Run
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.future import gather
 from workers.rewards.weighted import Rewards
@@ -115,7 +115,9 @@ class PPOTrainer(Trainer):
         batch, metrics = rollouts.join_results(batch, gather(*calls))
 
         if "old_log_probs" in batch.columns:
-            metrics |= scoring.mismatch_metrics(batch) | scoring.reference_drift(batch, config, step)
+            metrics |= scoring.mismatch_metrics(batch) | scoring.reference_drift(
+                batch, config, step
+            )
         return batch, metrics
 
     # -------------------------------------------------------------------------- 3. estimate

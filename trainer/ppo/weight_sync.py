@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config.devices import devices_of
 from trainer.ppo.memory import engine_rests
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 from workers.config import ActorConfig
 from workers.weights.sync import sync_weights
 

@@ -28,9 +28,9 @@ from trainer.data.pairs import (
 )
 from trainer.preference.recipe import PreferenceConfig
 from trainer.preference.reference import hash_of, load_tables, save_tables
-from trainer.record import Metrics
 from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import ROWS_RUN, RowTrainer
+from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
 from workers.config.rows import has_reference, has_sft_length, loss_reads

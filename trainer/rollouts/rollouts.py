@@ -13,9 +13,9 @@ from typing import Any
 
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.loop import Trainer
-from trainer.record import Metrics
 from trainer.rollouts.samples import thin_old_samples, thin_samples, write_samples
 from trainer.run_folder.metrics import reduce_metrics
+from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.result import CallResult
 from workers.columns import read_column, rm_column, select_reads

@@ -22,11 +22,11 @@ from trainer.data.prompts import load_tokenizer
 from trainer.loop import Trainer
 from trainer.memory import role_models
 from trainer.observers.alarms import skipped_updates, unchanged_weights
-from trainer.record import Metrics, Run
 from trainer.rows.config import RowConfig
 from trainer.rows.preflight import longest_row, plan_text, preflight, resolve_config
 from trainer.run_folder.metrics import reduce_metrics
 from trainer.run_recipe import RunRecipe
+from trainer.run_state import Metrics, Run
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones
 

@@ -84,7 +84,10 @@ def check_graph(folder: Path, settings: list[str]) -> None:
     pools = expand_roles(config.role_mapping)
     recorded = defaultdict[tuple[str, str], set[str]](set)
     for event in calls(folder):
-        if event["args"]["stage"] in ("sample", "score", "update") and event["name"] not in CONCURRENT:
+        if (
+            event["args"]["stage"] in ("sample", "score", "update")
+            and event["name"] not in CONCURRENT
+        ):
             name = f"{config.kind_of(event['cat'])}.{event['name']}"
             recorded[event["args"]["stage"], name].add(pools[event["cat"]])
     for node in trace_step(config)[0]:

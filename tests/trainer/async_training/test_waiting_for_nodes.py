@@ -147,14 +147,14 @@ def test_a_waiting_run_that_is_stopped_saves_its_last_step() -> None:
 
     class Stopping(Loop):
         def __init__(self) -> None:
-            self.trainer: Any = SimpleNamespace(can_save=True)
-            self.record: Any = SimpleNamespace(step=3, groups=Cluster(0))
+            run = SimpleNamespace(step=3, groups=Cluster(0))
+            self.trainer: Any = SimpleNamespace(can_save=True, run=run)
 
         def _step(self) -> dict[str, float]:
             raise StopRequested("a node")
 
         def _stop_here(self) -> None:
-            saved.append(self.record.step)
+            saved.append(self.trainer.run.step)
             raise RunInterrupted(15, "after step 3")
 
     with pytest.raises(RunInterrupted, match="after step 3"):

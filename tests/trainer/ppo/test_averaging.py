@@ -10,7 +10,7 @@ import pytest
 from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
 from trainer import load_config, run
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 
 SETTINGS = (
     "trainer.backend=local",

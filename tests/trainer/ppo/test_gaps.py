@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from trainer.ppo.config import KLControlConfig, PPOConfig
-from trainer.ppo.estimation import KLController, RunningNorm, apply_kl_penalty, clamp_scores, distill
+from trainer.ppo.estimation import (
+    KLController,
+    RunningNorm,
+    apply_kl_penalty,
+    clamp_scores,
+    distill,
+)
 from trainer.ppo.filters import correct_rollout, without_truncated
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.scoring import mismatch_metrics

@@ -14,7 +14,7 @@ from tests.workers.samples import with_doubled_head
 from trainer import PPO, load_config, run
 from trainer.ppo.dataflow import trace_step
 from trainer.ppo.memory import role_memories
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 

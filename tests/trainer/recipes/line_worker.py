@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 from verl_like import DataProto, Dispatch, Worker, register
 
 

@@ -9,8 +9,8 @@ import re
 from dataclasses import replace
 
 from trainer.ppo.validation import name_metrics, sample_all
-from trainer.record import Metrics
 from trainer.rollouts.without_training import SAMPLING_RUN, SamplingOnlyTrainer
+from trainer.run_state import Metrics
 from trainer.tools.evaluation.recipe import EvaluationConfig
 from verl_like.terminal import draw_table
 

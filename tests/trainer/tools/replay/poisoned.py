@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.stages import PPOTrainer
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 from trainer.tools.replay.what_if import sample_names
 from verl_like.batch.protocol import DataProto
 from workers.columns import format_like

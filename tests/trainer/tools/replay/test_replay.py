@@ -23,7 +23,7 @@ from trainer.cli.replay import settings_of
 from trainer.observers.saved_batches import STAGES, batch_file
 from trainer.ppo.stages import PPOTrainer
 from trainer.preference.recipe import DPO
-from trainer.record import Metrics
+from trainer.run_state import Metrics
 from trainer.sft.step import SFTTrainer
 from trainer.tools.replay.replay import (
     Replayed,

@@ -43,14 +43,14 @@ def test_the_summary_has_phase_times_and_the_best_validation(tmp_path: Path) -> 
 
 
 def test_the_stages_of_a_run_of_an_earlier_version_have_todays_names(tmp_path: Path) -> None:
-    old = {"timing_s/step": 2.0, "timing_s/gen": 1.0, "timing_s/adv": 0.4}
-    resumed = {"timing_s/step": 2.0, "timing_s/sample": 1.0, "timing_s/gen": 0.9}
+    old = {"step": 1, "timing_s/step": 2.0, "timing_s/gen": 1.0, "timing_s/adv": 0.4}
+    resumed = {"step": 2, "timing_s/step": 2.0, "timing_s/sample": 1.0, "timing_s/gen": 0.9}
     (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(old)}\n{json.dumps(resumed)}\n")
     stages = ["gen", "score", "adv", "update", "update_weights"]
     trace = {"traceEvents": [], "otherData": {"stages": stages}}
     (tmp_path / "timeline.json").write_text(json.dumps(trace))
     (line, *_) = summary(read_run(tmp_path))
-    assert line == "2 steps, 2 s each: sample 50 %, estimate 10 %, other 40 %"
+    assert line == "2 steps, 2 s each: sample 50 %, other 40 %, estimate 10 %"
 
 
 def test_the_best_loss_of_a_validation_is_the_lowest(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The record of one run: the state that its loop and stages share, in every recipe.
+"""`Run`: the state that the loop and the stages of a run share, in every recipe.
 
 Example:
 
