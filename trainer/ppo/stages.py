@@ -115,9 +115,8 @@ class PPOTrainer(Trainer):
         batch, metrics = rollouts.join_results(batch, gather(*calls))
 
         if "old_log_probs" in batch.columns:
-            metrics |= scoring.mismatch_metrics(batch) | scoring.reference_drift(
-                batch, config, step
-            )
+            metrics |= scoring.mismatch_metrics(batch)
+            metrics |= scoring.reference_drift(batch, config, step)
         return batch, metrics
 
     # -------------------------------------------------------------------------- 3. estimate
