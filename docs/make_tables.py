@@ -384,12 +384,12 @@ def command_options() -> str:
     for name in sorted({*COMMANDS} - {*RECIPES}):
         text = command_help(name)
         usage = text.partition("\n\n")[0].removeprefix("usage: ")
-        options = [found[0].rstrip() for found in OPTION.finditer(text)]
+        options = [found[0].rstrip() for found in OPTION.finditer(f"{text}\n")]
         parts.append("\n".join([f"### `{name}`", "", "```text", usage, *options, "```"]))
     return "\n\n".join(parts)
 
 
-OPTION = re.compile(r"^  --.*\n(?: {4,}.*\n?)*", re.M)
+OPTION = re.compile(r"^  --.*\n(?: {4,}.*\n)*", re.M)
 """Matches an option in a help text, with the lines that continue its meaning."""
 
 

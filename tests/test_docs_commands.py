@@ -207,6 +207,16 @@ def test_every_command_and_option_exists() -> None:
     ] == []
 
 
+def test_the_page_of_commands_has_every_option() -> None:
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    for name in main.OTHERS:
+        file = ROOT / f"trainer/cli/{name.replace('-', '_')}.py"
+        options = re.findall(r'\badd(?:_argument)?\("(--[\w-]+)"', file.read_text("utf-8"))
+        listed = page.partition(f"### `{name}`\n")[2].partition("\n### ")[0]
+        missing = [option for option in options if not re.search(rf"{option}\b", listed)]
+        assert {*missing} <= {"--token", "--trajectory"}, name  # there are better ways
+
+
 @pytest.fixture(scope="module")
 def folder(tiny_dir: Path, make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `tiny` and `sums`, whose model is not trained here."""

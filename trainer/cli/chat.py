@@ -9,11 +9,15 @@ Talks to a model:
 MODEL is a model folder, a name on the Hugging Face hub, a run folder (its
 trained model), or a global_step_N in one. On a terminal it asks for messages
 (/new restarts, Ctrl-D ends) and shows the replies while they are generated.
-From a pipe the whole input is one message, and only the reply is printed. By
-default, a reply has at most 512 tokens, each the most likely one (--temperature
-0). A line /image PATH before a message puts an image at its beginning:
+From a pipe the whole input is one message, and only the reply is printed. A
+line /image PATH before a message puts an image at its beginning:
 
   (echo /image a.png; echo "What is it?") | verl-like chat runs/verl_like/ppo
+
+  --system TEXT     the system message
+  --max-tokens N    most tokens of a reply (default: 512)
+  --temperature T   0 (default): always the likeliest token; 1: as in training
+  --seed N          an equal seed gives equal samples (default: random)
 
 usage: verl-like chat MODEL --environment FILE.py:CLASS
            [--tools FILE.py:FUNCTION ...] [--kwargs JSON] [--row JSON]
@@ -22,6 +26,12 @@ usage: verl-like chat MODEL --environment FILE.py:CLASS
 This form plays one trajectory. Press Enter for a turn of the model, or write a
 turn yourself. From a pipe, each line is a turn, then the model continues by
 itself. Observations and rewards are shown. --seed selects another trajectory.
+
+  --environment FILE.py:CLASS  play in this environment
+  --tools FILE.py:FUNCTION     functions that the policy can call
+  --kwargs JSON                arguments of the environment
+  --row JSON                   the prompt's row
+  --max-turns N                most turns of the policy
 """
 
 from __future__ import annotations

@@ -6,13 +6,19 @@ Plays an environment without a model:
 
   verl-like check-environment guess.py:Guess --say 5 3 8
 
-PREFIX:ID names one of another package, such as gymnasium:FrozenLake-v1. Each
-TEXT (default: 1 2 3) is the policy's response in a turn; the last one is
-repeated. It prints the observations, the time per step, and the reward at the
+PREFIX:ID is an environment of another package, such as gymnasium:FrozenLake-v1.
+The command prints the observations, the time per step, and the reward at the
 end. It checks that the same seed gives the same trajectory, even when two run
-concurrently. If the environment raises, takes longer than --step-timeout-s
-seconds (30) for a reply, has not ended after --max-turns turns (8) or is
-otherwise wrong, the exit code is 1.
+concurrently. If the environment raises, is late, does not end or is otherwise
+wrong, the exit code is 1.
+
+  --say TEXT ...              the policy's turns; the last one is repeated
+                              (default: 1 2 3)
+  --max-turns N               turns after which it must have ended (default: 8)
+  --step-timeout-s SECONDS    time for a reply (default: 30)
+  --row JSON                  the prompt's row
+  --kwargs JSON               arguments of the environment
+  --tools FILE.py:FUNCTION    functions that the policy can call
 """
 
 from __future__ import annotations

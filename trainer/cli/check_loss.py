@@ -12,10 +12,15 @@ Checks a loss or an advantage estimator:
                                               TRL's or verl's, installed next to
                                               this package
 
-It is called on small batches that are cut, padded, permuted and filled with
-garbage in ways that must not change the result, forward and backward. The
+It calls the function on small batches that are cut, padded, permuted and filled
+with garbage in ways that must not change the result, forward and backward. The
 command names the first relation that does not hold, with the smallest batch
 that shows it and the likely cause; the exit code is then 1.
+
+  --kind policy|value|preference|estimator
+                      if a loss and an estimator share a name
+  --set KEY=VALUE     a setting of the function; repeatable
+  --skip RELATION     a relation to leave out; repeatable
 """
 
 from __future__ import annotations

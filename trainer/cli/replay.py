@@ -48,7 +48,7 @@ from trainer.observers.saved_batches import STAGES
 from trainer.tools.replay.replay import Replayed, replay
 from trainer.tools.replay.what_if import Blame
 from verl_like.errors import ConfigError
-from verl_like.terminal import usage_of
+from verl_like.terminal import print_or_exit, usage_of
 
 MOST_LINES = 20
 """The most differences that are printed."""
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str]) -> None:
     except BdbQuit:
         sys.exit("left from the debugger: nothing was compared")
     lines = [*blame_lines(blame, options.step), *result.what_if]
-    print(*lines, verdict(result, options.step, options.stage), sep="\n", flush=True)
+    print_or_exit("\n".join([*lines, verdict(result, options.step, options.stage)]))
     if result.differences:
         sys.exit(1)
 

@@ -9,13 +9,18 @@ SIGTERM. Then a run calls it:
   verl-like ppo ... \
     reward.list='[{name: my, kind: remote, url: "http://127.0.0.1:8000/score"}]'
 
-Without --function, the rule of each sample's data_source scores it. The scores
-equal those of a run with the same function and sandbox. --sandbox sets keys of
-reward.sandbox; --trust-programs is reward.trust_programs. A sample may take
---sample-timeout-s seconds (default 10), a batch --batch-timeout-s (120). The
-server listens only on this machine (port 8000; 0 picks a free port), unless you
-set --host. This needs --token-env, the name of an environment variable that
-holds a secret.
+The scores equal those of a run with the same function and sandbox.
+
+  --function FILE.py:NAME   default: the rule of each sample's data_source
+  --kwargs JSON             more arguments of the function
+  --sandbox JSON            keys of reward.sandbox
+  --host HOST               default: only this machine; another HOST needs
+                            --token-env
+  --port PORT               default: 8000; 0 picks a free port
+  --token-env NAME          the environment variable that holds a secret
+  --sample-timeout-s S      seconds for a sample (default: 10)
+  --batch-timeout-s S       seconds for a batch (default: 120)
+  --trust-programs          as reward.trust_programs
 """
 
 from __future__ import annotations

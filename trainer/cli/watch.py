@@ -1,10 +1,13 @@
 """usage: verl-like watch RUN_DIR [--port 8080] [--every 10]
 
 Serves the report of a run in progress on http://127.0.0.1:PORT. The page loads
-itself again every 10 seconds (--every), and shows the run as far as its files
-go. Ctrl-C ends the server, not the run.
+itself again and again, and shows the run as far as its files go. Ctrl-C ends
+the server, not the run.
 
   verl-like watch runs/verl_like/ppo
+
+  --port PORT      default: 8080
+  --every SECONDS  time between two loads (default: 10)
 
 For a run on another machine: ssh -L 8080:127.0.0.1:8080 HOST, and the same
 command there.

@@ -169,8 +169,8 @@ def _with_slots(config: C, keys: Collection[str]) -> C:
 def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, list[int]]:
     """Return the sizes of a preset's pools, which share the free devices by `weights`.
 
-    Whole nodes are shared if there is at least one per pool. Otherwise, the pools share the devices
-    of every node that has at least one device for each of them.
+    Pools get whole nodes if there is at least one per pool. Otherwise, they share the devices of
+    every node that has at least one device for each of them.
     """
     spec, used = config.resource_pool_spec, set(config.role_mapping.values())
     sized = {pool: sizes for pool, sizes in spec.items() if sizes}

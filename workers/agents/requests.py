@@ -228,7 +228,7 @@ def read_message(raw: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) ->
     role, calls = raw.get("role"), raw.get("tool_calls") or []
     if not isinstance(role, str) or role not in ROLES:
         raise RejectedRequest(
-            f"{raw!r:.80} is not a message of the roles {', '.join(ROLES)}", "messages"
+            f"{raw!r:.80} is not a message with one of the roles {', '.join(ROLES)}", "messages"
         )
     if not fits(calls, OBJECTS):
         raise RejectedRequest(f"tool_calls={calls!r:.80} is not a list of calls", "messages")

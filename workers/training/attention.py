@@ -482,7 +482,7 @@ def _beyond_sdpa(module: Any) -> str:
 def packed_rows(
     module: Any, kernel: VarlenKernel | None = None, compiled: bool = False
 ) -> AbstractContextManager[None]:
-    """Context in which a module that `takes_layout` attends by `packed_attention` with this kernel.
+    """Return a context in which the module attends within rows that are packed, with this kernel.
 
     Run the backward pass inside, too. Attention stays outside the graphs of `compiled` layers.
     """

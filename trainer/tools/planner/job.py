@@ -83,7 +83,7 @@ class Job(ABC):
 
     @abstractmethod
     def rows(self, role: str) -> StepRows:
-        """Return the samples of a call of the role."""
+        """Return how many samples a call of the role has, and their lengths."""
 
     @abstractmethod
     def pass_tokens(self, config: Any, model: RoleModelSpec) -> int:
