@@ -63,7 +63,6 @@ def main(arguments: Sequence[str]) -> None:
     add = parser.add_argument
     add("run", metavar="RUN")
     add("--step", type=int)
-    add("--trajectory")
     add("--with", dest="changes", action="append", default=[])
     add("--without", action="append", default=[])
     add("--blame", nargs="?", const="")
