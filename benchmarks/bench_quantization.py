@@ -98,7 +98,8 @@ def make_reference(folder: Path, num_rows: int, quantization: str | None) -> Any
 
 def run_side(folder: Path, num_rows: int, quantization: str | None) -> dict[str, Any]:
     """Measure one side, in this process."""
-    from workers.models.quantize import Int8Weight, quantizable
+    from workers.models.causal_lm import quantizable
+    from workers.models.quantize import Int8Weight
 
     # modules that are imported only once
     make_reference(folder / "tiny", num_rows, quantization).init_model()

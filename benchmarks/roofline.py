@@ -274,7 +274,7 @@ def goals() -> None:
     """Print the MFU of updates of 32,768 tokens per GPU, and the GRPO step of 7B."""
     from trainer.cli.plan import job_of
     from workers.config import ModelConfig
-    from workers.parallel.dims import ParallelDims
+    from workers.parallel.sharding import ParallelDims
     from workers.training.role_model import RoleModelSpec
 
     rows, gpus = StepRows(256, 256, 256, [768]), Gpus(DEVICES["H100"], 8, 8)

@@ -36,8 +36,7 @@ from trainer.loop import Loop, Trainer
 from trainer.observers.active import active_observers
 from trainer.ppo.recipe import PPO
 from trainer.ppo.stages import PPOTrainer
-from trainer.run_folder.folder import note_start, open_run_folder
-from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.folder import FolderLock, note_start, open_run_folder
 from trainer.run_state import Run
 from verl_like import WorkerGroup
 from verl_like.calls.group import ClassWithInitArgs, create_colocated_worker_cls

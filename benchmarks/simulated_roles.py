@@ -23,8 +23,8 @@ from verl_like.calls.wire import Call, Pending
 from verl_like.process.info import ProcessInfo
 from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.sample import Sample
-from workers.weights.channel import SyncReport
-from workers.weights.sender import PublishReport
+from workers.weights.sync import SyncReport
+from workers.weights.transfer import PublishReport
 
 PROMPT, RESPONSE = 512, 512
 SENT_BYTES = 2**20

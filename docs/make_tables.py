@@ -56,11 +56,11 @@ from workers.config import KL_ESTIMATORS as KL_NAMES
 from workers.config import LOSS_AGG_MODES, RewardConfig
 from workers.losses.aggregate import AGGREGATIONS
 from workers.losses.kl import KL_ESTIMATORS
-from workers.losses.preference.registry import COLUMNS as LOSS_COLUMNS
-from workers.losses.preference.registry import PREFERENCE_LOSSES, parameters_of
+from workers.losses.preference import COLUMNS as LOSS_COLUMNS
+from workers.losses.preference import PREFERENCE_LOSSES, parameters_of
 from workers.losses.value import compute_value_loss
 from workers.roles.teacher import TeacherWorker  # noqa: F401 - says what column it writes
-from workers.training.schedules import LR_SCHEDULES
+from workers.training.optim import LR_SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
 LOSS_AGG_MODE = "actor_rollout_ref.actor.loss_agg_mode"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups
-from verl_like.calls.diagnose import Deadlines, WaitClock
+from verl_like.calls.deadlines import Deadlines, WaitClock
 from verl_like.errors import InsufficientResourcesError, PlacementError, WorkerError
 
 FIRST_MESSAGE_S = 1.0

@@ -21,7 +21,7 @@ import torch
 from trainer.groups.worker_groups import worker_class
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.dispatch import Registration
 from verl_like.calls.group import BoundMethod, WorkerGroup
 from verl_like.calls.result import CallResult

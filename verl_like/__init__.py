@@ -67,9 +67,11 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.calls.dispatch import update_dispatch_mode as update_dispatch_mode
     from verl_like.calls.group import WorkerGroup as WorkerGroup
     from verl_like.placement.roles import Role as Role
-    from verl_like.tensor_ops import get_group_balanced_partitions as get_group_balanced_partitions
-    from verl_like.tensor_ops import get_reverse_idx as get_reverse_idx
-    from verl_like.tensor_ops import (
+    from verl_like.tensor_ops.balance import (
+        get_group_balanced_partitions as get_group_balanced_partitions,
+    )
+    from verl_like.tensor_ops.balance import get_reverse_idx as get_reverse_idx
+    from verl_like.tensor_ops.balance import (
         get_seqlen_balanced_partitions as get_seqlen_balanced_partitions,
     )
     from verl_like.verl.groups import scatter_lists as scatter_lists

@@ -51,11 +51,11 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.config.rollout import ROLLOUT_ENGINES as ROLLOUT_ENGINES
     from workers.losses.aggregate import agg_loss as agg_loss
     from workers.losses.pairwise import REWARD_MODEL_LOSSES as REWARD_MODEL_LOSSES
-    from workers.losses.preference.registry import PREFERENCE_LOSSES as PREFERENCE_LOSSES
+    from workers.losses.preference import PREFERENCE_LOSSES as PREFERENCE_LOSSES
     from workers.losses.registry import POLICY_LOSSES as POLICY_LOSSES
     from workers.losses.registry import declare_chosen_tokens as declare_chosen_tokens
     from workers.losses.registry import declare_loss_keys as declare_loss_keys
-    from workers.losses.token_loss import token_loss as token_loss
+    from workers.losses.registry import token_loss as token_loss
     from workers.models.load import load_model as load_model
     from workers.rewards.weighted import place_at_last_token as place_at_last_token
     from workers.roles.critic import CriticWorker as CriticWorker
@@ -67,15 +67,15 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rollout.sample import Sample as Sample
     from workers.rollout.sampling import sample_seed as sample_seed
     from workers.rollout.vllm.worker import WorkerExtension as WorkerExtension
-    from workers.training.checkpoint import CheckpointMixin as CheckpointMixin
     from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget
     from workers.training.microbatch import MiniBatch as MiniBatch
+    from workers.training.optim import LR_SCHEDULES as LR_SCHEDULES
     from workers.training.optim import OPTIMIZERS as OPTIMIZERS
     from workers.training.optim import OptimStepSettings as OptimStepSettings
+    from workers.training.optim import lr_factor as lr_factor
     from workers.training.role_model import RoleModelSpec as RoleModelSpec
     from workers.training.row_scores import ScoreTrainEngine as ScoreTrainEngine
-    from workers.training.schedules import LR_SCHEDULES as LR_SCHEDULES
-    from workers.training.schedules import lr_factor as lr_factor
+    from workers.training.saves import CheckpointMixin as CheckpointMixin
     from workers.weights.module_writer import ModuleWriter as ModuleWriter
 
 [_MODULE_OF] = names_by_block(__file__)

@@ -28,9 +28,8 @@ from workers.models.causal_lm import recomputed_layers
 from workers.models.folder import model_folder, shared_hf_config
 from workers.models.memory_shapes import Moments, StageOf, described_by, model_shapes
 from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.parallel.dims import ParallelDims
-from workers.parallel.sharding import dims_of, is_one_unit
-from workers.training.file_copies import LEAST_BYTES
+from workers.models.tensor_files import LEAST_BYTES
+from workers.parallel.sharding import ParallelDims, dims_of, is_one_unit
 from workers.training.lm_head import positions_per_chunk
 from workers.training.role_model import RoleModelSpec
 

@@ -19,7 +19,7 @@ from tests.verl_like.groups import start
 from verl_like import Dispatch, Worker, register
 from verl_like.backends.ray import connect
 from verl_like.process.machine import descendants
-from workers.weights.sender import WeightSender
+from workers.weights.transfer import WeightSender
 
 
 class Meeting(WeightSender, Worker):

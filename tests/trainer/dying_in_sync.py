@@ -17,7 +17,8 @@ from verl_like.calls.dispatch import Dispatch, register
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
 from workers.weights import connection
-from workers.weights.channel import Channel, SyncReport
+from workers.weights.channel import Channel
+from workers.weights.sync import SyncReport
 
 ORDER = "kill_in_sync"
 """The file: "<role> <rank> <place>"."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, create_colocated_worker_cls
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from verl_like import (
 )
 from verl_like.backends.ray import cluster_nodes, connect
 from verl_like.backends.ray.cluster import node_failure_cause
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import PlacementError, WorkerDiedError
 
 QUICK = Deadlines(start_s=180, call_s=60, grace_s=2)

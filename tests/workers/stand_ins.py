@@ -15,9 +15,8 @@ from workers.weights.channel import Channel
 from workers.weights.checksum import checksum_of
 from workers.weights.host_copy import HostCopy
 from workers.weights.module_writer import ModuleWriter
-from workers.weights.receiver import WeightReceiver
-from workers.weights.sender import WeightSender
 from workers.weights.sync import sync_weights
+from workers.weights.transfer import WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
 

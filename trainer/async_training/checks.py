@@ -16,7 +16,7 @@ from trainer.run_folder.resume import ResumePoint
 from verl_like.errors import CheckpointError, ConfigError
 from verl_like.placement.roles import expand_roles
 from workers.config import ROLLOUT_ENGINES
-from workers.weights.sender import WeightSender
+from workers.weights.transfer import WeightSender
 
 
 def check_run(config: AsyncConfig) -> list[str]:

@@ -35,7 +35,7 @@ from trainer.restarts import LOOK_AGAIN_S
 from trainer.run_folder.accounts import describe_log
 from trainer.run_state import Run
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import (
     InsufficientResourcesError,

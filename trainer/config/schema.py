@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.config_key import ReadWhen, Section, config_field, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import Registry

@@ -32,7 +32,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from trainer.data.dropped import DroppedCharacters
 from trainer.data.files import (
     NoColumn,
     Row,
@@ -44,14 +43,16 @@ from trainer.data.files import (
     rows_of_files,
     with_image_refs,
 )
-from trainer.data.prompt_table import Entry, cache_key, cached_rows, check_cacheable
+from trainer.data.prompt_table import cache_key
 from trainer.data.prompt_tokens import (
+    DroppedCharacters,
     check_length,
     check_messages,
     encode_prompt,
     readable,
     written,
 )
+from trainer.data.row_cache import Entry, cached_rows, check_cacheable
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError

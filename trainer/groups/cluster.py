@@ -14,7 +14,7 @@ from trainer.config.devices import devices_of
 from trainer.config.schema import RunConfig
 from trainer.config.user_modules import modules_of_the_user
 from trainer.groups.nodes import device_of_nodes, joined_cluster
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import PlacementError
 from verl_like.placement.pools import NodeSpec
 from verl_like.threads import in_daemon

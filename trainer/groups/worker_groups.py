@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RunConfig
 from trainer.groups.nodes import plan_on, require_shared_folder
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import gather
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.calls.transport import Transport

@@ -29,10 +29,9 @@ from verl_like.placement.roles import expand_roles
 from workers.config import critic_optim, is_actors_module, tokens_per_pass
 from workers.config.conditions import has_only_teacher, has_teacher
 from workers.losses.registry import get_policy_loss, traits_of
-from workers.models.quantize import check_device
 from workers.rollout.build import check_quantization
 from workers.rollout.sampling import check_sampling
-from workers.training.schedules import check_optim
+from workers.training.optim import check_optim
 
 if TYPE_CHECKING:
     from workers.agents.host import Kind
@@ -385,6 +384,8 @@ def check_quantized_device(config: Any) -> None:
     device = devices_of(config.trainer).type
     models = models_of(config, without_users=True).values()
     if any(model.quantization == "int8" for model in models):
+        from workers.models.quantize import check_device
+
         check_device(device)
     for rollout in rollouts_of(config):
         check_quantization(rollout, device)

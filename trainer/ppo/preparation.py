@@ -33,7 +33,6 @@ from trainer.run_folder.metrics import headline
 from trainer.run_recipe import RunRecipe
 from workers.config import critic_optim, has_environment, replays_routing, scores_by_rule
 from workers.models.memory_shapes import check_adapter, meta_model
-from workers.models.quantize import check_quantizable
 from workers.models.tokenizers import check_same_tokenizer, set_template_variables
 from workers.rewards.weighted import make_rewards
 from workers.rollout.build import check_notes_routing, engine_for
@@ -187,6 +186,8 @@ def check_models(config: PPOConfig) -> None:
     if policy.rollout.quantization == "int8":
         rounded.append((policy.model, "token"))
     for described, head in rounded:
+        from workers.models.quantize import check_quantizable
+
         check_quantizable(meta_model(described, head))
 
 

@@ -27,7 +27,6 @@ from trainer.ppo.estimation import clamp_scores
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import concat_rows, read_named_reward, repeat_prompts
 from verl_like.batch.protocol import DataProto
-from verl_like.tensor_ops import get_seqlen_balanced_partitions
 from workers.columns import count_ones, sample_scores, split_player_uid, write_columns
 
 METRIC_KEY = "algorithm.filter_groups.metric"
@@ -204,6 +203,8 @@ def balance_ranks(
 
 def balanced_order(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> np.ndarray:
     """Return row indices in the new order; ranks x mini-batches must divide the number of rows."""
+    from verl_like.tensor_ops.balance import get_seqlen_balanced_partitions
+
     places = np.arange(len(lengths)).reshape(num_ranks, -1)
     order = np.empty_like(places)
     for index in range(num_mini_batches):

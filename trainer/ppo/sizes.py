@@ -14,8 +14,7 @@ from trainer.ppo.config import PPOConfig
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.config import model_rewards, tokens_per_pass
-from workers.parallel.dims import ParallelDims
-from workers.parallel.sharding import dims_of
+from workers.parallel.sharding import ParallelDims, dims_of
 
 if TYPE_CHECKING:
     from trainer.ppo.dataflow import CallNode

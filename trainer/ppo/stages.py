@@ -16,7 +16,7 @@ from typing import Any
 from trainer.data.loader import RowLoader
 from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
-from trainer.ppo import preparation, sampling, scoring, updating, validation, weight_sync
+from trainer.ppo import preparation, sampling, scoring, updating, weight_sync
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.estimation import Estimation
 from trainer.ppo.filters import active_filters
@@ -171,6 +171,8 @@ class PPOTrainer(Trainer):
 
     def validation_metrics(self) -> Metrics:
         """Sample all of `data.val_files`, write the samples to the run folder; return metrics."""
+        from trainer.ppo import validation  # without val_files, no run needs it
+
         prompts = self.loader.validation
         assert prompts is not None, "a validation is due only where there are val_files"
         actor, send = self.config.actor_rollout_ref.actor, self.weights.send_next

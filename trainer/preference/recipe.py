@@ -80,7 +80,7 @@ def check_preference_config(config: PreferenceConfig) -> None:
             "of them."
         )
     # a user's loss may only have parameters that the run can fill
-    from workers.losses.preference.registry import COLUMNS, parameters_of
+    from workers.losses.preference import COLUMNS, parameters_of
 
     numbers = [name for name, value in vars(config).items() if isinstance(value, int | float)]
     known = [*COLUMNS, *numbers]

@@ -34,7 +34,7 @@ from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns, write_columns
 from workers.config.rows import has_reference, has_sft_length, loss_reads
-from workers.losses.preference.measures import SFT_LENGTH, measures
+from workers.losses.preference import SFT_LENGTH, measures
 
 logger = logging.getLogger(__name__)
 

@@ -21,8 +21,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RewardError, few
 from workers.columns import sample_scores
 from workers.rewards.call import prompt_text
-from workers.rewards.failures import with_source
-from workers.rewards.outcome import NO_REWARD
+from workers.rewards.outcome import NO_REWARD, with_source
 from workers.rewards.weighted import SLOW_S, Rewards
 
 MOST_ROWS = 8

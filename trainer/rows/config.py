@@ -37,7 +37,7 @@ OPTIMIZERS = "workers.training.optim"
 def check_rows_config(config: RowConfig) -> None:
     """Run the checks across keys that these recipes share."""
     from workers.parallel.sharding import resolve_sharding
-    from workers.training.schedules import check_optim
+    from workers.training.optim import check_optim
 
     model = config.model
     resolve_sharding(model.strategy, model.fsdp_config, config.parallel, "model.fsdp_config")

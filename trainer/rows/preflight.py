@@ -22,8 +22,7 @@ from workers.config.rows import LONGEST_ROW
 from workers.memory import LargestPass, RoleMemory
 from workers.models.load import check_weights
 from workers.models.memory_shapes import check_adapter
-from workers.parallel.dims import ParallelDims
-from workers.parallel.sharding import dims_of
+from workers.parallel.sharding import ParallelDims, dims_of
 from workers.training.role_model import RoleModelSpec
 
 R = TypeVar("R", bound=RowConfig)

@@ -38,7 +38,7 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import MODEL, committed, named, write_marker
 from trainer.run_folder.resume import LATEST, ResumePoint
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, VerlLikeError, WorkerError
 from verl_like.files import draft_beside, json_objects, replace_folder, write_whole

@@ -1,7 +1,7 @@
 """The run folder (`trainer.default_local_dir`), and the files written when a run starts.
 
 <run folder>/
-  run.lock           the owner of the folder, while it runs (trainer.run_folder.lock)
+  run.lock           the owner of the folder, while it runs              (`FolderLock`)
   config.yaml        the configuration, resolved            (`open_run_folder`)
   changes.jsonl      keys that a resumed run changed        (`open_run_folder`)
   starts.jsonl       commands, hosts, package versions      (`note_start`)
@@ -27,12 +27,17 @@ and read first. Reading it returns data of the expected form, or raises an error
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
+import os
 import platform
 import re
 import shlex
 import socket
 import sys
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import cache
@@ -45,7 +50,6 @@ from omegaconf import OmegaConf
 from trainer.config.flat import checked_yaml, config_hash, flat_config, flatten, in_yaml
 from trainer.config.keys import keys_that_differ
 from trainer.config.schema import RunConfig
-from trainer.run_folder.lock import FolderLock
 from verl_like.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from verl_like.files import (
     check_form,
@@ -251,3 +255,72 @@ def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str
         "versions": installed_versions(),
     }
     write_whole(part / MARKER, json.dumps(marker, indent=1))
+
+
+logger = logging.getLogger(__name__)
+
+
+class FolderLock:
+    """A lock that allows one run at a time in a run folder: `run.lock`, which names the owner.
+
+        with FolderLock(folder) as lock:     # locks the folder if it exists
+            ...
+            lock.take()                      # once it exists
+
+    The operating system releases the lock when its process ends, however it ends, so a new run
+    takes over the folder of a killed run. If a file system has no locks, the run continues with a
+    warning.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = Path(folder) / "run.lock"
+        self._descriptor: int | None = None
+
+    def __enter__(self) -> FolderLock:
+        """Lock an existing folder; raise if another run uses it."""
+        if self.path.parent.is_dir():
+            self.take()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the lock; the empty file stays, because another run may be opening it."""
+        if self._descriptor is not None:
+            os.ftruncate(self._descriptor, 0)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def take(self) -> None:
+        """Lock an existing folder, unless this object holds the lock already."""
+        if self._descriptor is not None:
+            return
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                logger.warning(
+                    "%s cannot be locked (%s). Do not start a second run in this folder.",
+                    self.path,
+                    error,
+                )
+                return
+            raise ConfigError(
+                f"trainer.default_local_dir={self.path.parent} is in use by {_owner(self.path)}. "
+                "Wait for that run, end it, or choose another folder."
+            ) from error
+
+        self._descriptor = descriptor
+        if os.fstat(descriptor).st_size:
+            logger.info("%s is a stale lock of %s; taking it over", self.path, _owner(self.path))
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.ctime()}
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+
+
+def _owner(path: Path) -> str:
+    try:
+        owner = read_json_object(path)
+        return f"process {owner['pid']} on {owner['host']}, a run since {owner['since']}"
+    except (OSError, ValueError, KeyError):
+        return "another run, which has just started or ended"

@@ -27,7 +27,6 @@ from typing import Any
 from trainer.config.flat import NAMES_OF_A_RUN, flat_config
 from trainer.config.keys import keys_that_differ, may_change_on_resume
 from trainer.config.schema import RunConfig
-from trainer.config.user_modules import imported_files
 from trainer.run_folder.folder import (
     committed,
     installed_versions,
@@ -101,7 +100,11 @@ class ResumePoint:
                 digests[f"{where}: {name}"] = digest(path)
                 if where.endswith("model.path") and may_read_images(name):
                     digests[IMAGES_BY] = IMAGE_BACKEND
-                for file in imported_files(path) if path.suffix == ".py" else []:
+                if path.suffix != ".py":
+                    continue
+                from trainer.config.user_modules import imported_files
+
+                for file in imported_files(path):
                     imported = os.path.relpath(file, path.resolve().parent)
                     digests[f"{where}: {imported}, which {name} imports,"] = digest(file)
         return digests

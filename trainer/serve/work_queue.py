@@ -25,7 +25,7 @@ from trainer.data.prompts import load_tokenizer
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from trainer.ppo.preparation import worker_code
-from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.folder import FolderLock
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import ServedCheckpoints
 from trainer.serve.pending import PendingResult, RequestError

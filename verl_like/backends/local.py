@@ -20,7 +20,7 @@ from typing import Any
 
 from verl_like.backends.rpc import ProcessTransport, Requests
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import wait_for_start
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
 from verl_like.calls.transport import AnswerPart, Transport, resolve

@@ -36,7 +36,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from verl_like.calls.diagnose import Deadlines, stack_by_signal
+from verl_like.calls.deadlines import Deadlines
+from verl_like.calls.diagnose import stack_by_signal
 from verl_like.calls.transport import AnswerPart, Transport
 from verl_like.calls.wire import Call, Pending
 from verl_like.errors import WorkerDiedError, WorkerError, pickling_message

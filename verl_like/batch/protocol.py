@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar, overload
 import numpy as np
 import torch
 
-from verl_like.batch import columns, merge, tensordicts, wire
+from verl_like.batch import columns, merge
 from verl_like.batch.columns import Array
 from verl_like.batch.memory import copy_of
 from verl_like.batch.ragged import Column, RaggedTensor, rectangle_of
@@ -255,6 +255,8 @@ class DataProto:
         """Return a batch of the entries of a TensorDict; the inverse of `to_tensordict`."""
         if num_batch_dims != 1:
             raise BatchError(f"a batch has one batch dim, not {num_batch_dims}.")
+        from verl_like.batch import tensordicts
+
         batch, arrays, meta = tensordicts.split_parts(tensor_dict)
         return cls(batch, arrays, merge.union_meta(meta, meta_info or {}, "from_tensordict"))
 
@@ -264,6 +266,8 @@ class DataProto:
 
         Names must not clash.
         """
+        from verl_like.batch import tensordicts
+
         tensors = {name: rectangle_of(column) for name, column in self.columns.items()}
         return tensordicts.merge_parts(len(self), tensors, self.non_tensor_batch, self.meta_info)
 
@@ -582,6 +586,8 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle tensors and numeric arrays as out-of-band buffers; they arrive on the CPU."""
+        from verl_like.batch import wire
+
         arrays = {}
         for name, array in self.non_tensor_batch.items():  # numpy sends contiguous ones out of band
             arrays[name] = array if array.dtype.hasobject else np.ascontiguousarray(array)
@@ -655,9 +661,11 @@ class DataProto:
 
 
 def _unpickled(
-    cls: type[DataProto], rows: int | None, tensors: wire.Columns, *others: Any
+    cls: type[DataProto], rows: int | None, tensors: dict[str, Any], *others: Any
 ) -> DataProto:
     """Rebuild a pickled batch."""
+    from verl_like.batch import wire
+
     return cls._of_parts(rows, wire.unpack_columns(tensors), *others)
 
 

@@ -20,21 +20,18 @@ import queue
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl_like.calls.diagnose import (
-    LOOK_FROM,
-    STACKS_S,
-    HangWatch,
-    WaitClock,
-    describe_late_call,
-    likely_cause,
-)
+from verl_like.calls.deadlines import LOOK_FROM, STACKS_S, WaitClock
 from verl_like.calls.result import CallResult
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import NOT_HERE, Header, Pending, payload_of
 from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
 from verl_like.threads import in_daemon
+
+if TYPE_CHECKING:
+    from verl_like.calls.diagnose import HangWatch
+
 
 logger = logging.getLogger(__name__)
 SOON_S = 1.0
@@ -258,6 +255,8 @@ class _Wait:
         if failures or not clock.is_over():
             clock.warn_if_old(future.late)
             return None
+        from verl_like.calls.diagnose import describe_late_call, likely_cause
+
         summary = f"{future.late()} did not finish within {clock.limit_s:.1f} s"
         explained = describe_late_call(
             f"{future.name}: {summary}.",
@@ -290,6 +289,8 @@ def wait_for(
             waits[place] = _Wait(future, timeout, began)
     if not waits:
         return
+
+    from verl_like.calls.diagnose import HangWatch  # calls in this process have ended already
 
     watches = {transport: HangWatch(transport, began) for transport in transports}
     first = next(iter(transports))

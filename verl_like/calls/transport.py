@@ -20,7 +20,7 @@ from concurrent.futures import wait as wait_futures
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from verl_like.calls.diagnose import CallTimes, Deadlines
+from verl_like.calls.deadlines import CallTimes, Deadlines
 from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.process.info import ProcessInfo

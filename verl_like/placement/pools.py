@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import PlacementError, nearest
 from verl_like.placement.roles import expand_roles, roles_by_pool
 from verl_like.process.info import ProcessInfo, new_secret

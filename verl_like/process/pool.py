@@ -23,10 +23,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import secrets
 import selectors
+import signal
 import socket
 import struct
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -39,7 +43,9 @@ from math import inf
 from typing import Any, TypeVar
 
 from verl_like.errors import ConfigError
-from verl_like.process.supervisor import Supervised
+from verl_like.process.child import start_child
+from verl_like.process.machine import proc_fields
+from verl_like.process.sandbox import KILL_S, MARK, remove_folder, visible_environment
 
 T = TypeVar("T")
 LONGEST_ANSWER = 2**24
@@ -48,6 +54,8 @@ ENDED_S = 0.5
 """Seconds until the end of a fork is a failure; by then it is known if all forks have ended."""
 LOADED, FAILED = -1, -2
 """Keys of the answer with facts about the loaded code, and of a `Failure`."""
+END_S = 10.0
+"""Seconds that a supervisor has to kill its processes."""
 _LENGTH = struct.Struct("!Q")
 
 
@@ -73,6 +81,54 @@ class Failure:
 
     words: str
     is_late: bool = False
+
+
+class Supervised:
+    """A supervisor and its processes, as the process that starts them sees them.
+
+    Untrusted code runs as the supervisor's user: it can pause or kill the supervisor and outlive
+    it. But the environment variable `MARK` of all its processes has a value of its own.
+    """
+
+    def __init__(self, program: str, env: Sequence[str] = ()) -> None:
+        """Start the supervisor, which runs `program` and sees these environment variables."""
+        self._mark = secrets.token_hex(16)
+        self.visible = visible_environment(env) | {MARK: self._mark}
+        """The environment variables of its processes."""
+        self.folder = tempfile.mkdtemp(prefix="verl_like_sandbox_")
+        """The working folder of its child."""
+        try:
+            self._process, self.pipe = start_child(program, inherited=self.visible)
+        except BaseException:
+            remove_folder(self.folder)
+            raise
+
+    def stop(self) -> None:
+        """End its processes and remove the folder; the other end of the pipe must be closed."""
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, signal.SIGCONT)
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.returncode != 0:  # a killed supervisor leaves its processes running
+            self._kill_marked()
+            remove_folder(self.folder)
+
+    def _kill_marked(self) -> None:
+        end, mark = time.monotonic() + KILL_S, f"{MARK}={self._mark}".encode()
+        while time.monotonic() < end:
+            pids = [name for name in os.listdir("/proc") if name.isdecimal()]
+            marked = [
+                int(pid) for pid in pids if mark in b" ".join(proc_fields(f"/proc/{pid}/environ"))
+            ]
+            if not marked:
+                return
+            for pid in marked:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.002)
 
 
 @dataclass(eq=False)

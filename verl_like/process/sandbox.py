@@ -1,37 +1,26 @@
-"""Limits of a process that runs untrusted code: variables, memory, time, files, network.
+"""Limits of a process that runs untrusted code: variables, memory, time and files.
 
     Sandbox(memory_gib=2).confine()      # in that process, before the code
     visible_environment(["API_KEY"])    # the variables that it gets
 
+`verl_like.process.kernel_limits` limits system calls, network and writes.
 `verl_like.process.supervisor` watches such a process from outside. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
+import contextlib
 import math
 import os
 import resource
-import socket
-import struct
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
-from verl_like.process.system_calls import (
-    KEEPS_TO_ITSELF,
-    MACHINE,
-    METADATA,
-    OTHER_SOCKETS,
-    PR_SET_NO_NEW_PRIVS,
-    deny,
-    drop_capabilities,
-)
 
 MARK = "VERL_LIKE_SANDBOX"
 """Environment variable of every process in a sandbox."""
@@ -45,17 +34,12 @@ VISIBLE = frozenset(
 )
 """Variables that a sandbox sees: none of them holds a secret."""
 VISIBLE_PREFIXES = ("LC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON", "TOKENIZERS_")
+REMOVE_S = 30.0
+"""Maximum seconds for the removal of a deep folder."""
+KILL_S = 5.0
+"""Seconds to wait for killed processes to end."""
 OPEN_FILES = 1024
 """Files that a process in a sandbox may have open."""
-
-_WRITES = sum(1 << bit for bit in (1, *range(4, 13)))
-"""Landlock's rights to write, remove and make files; REFER and TRUNCATE came later."""
-_DEVICES = 1 << 6 | 1 << 11
-"""Landlock's rights to make files of character and block devices."""
-_REFER, _TRUNCATE, _SIGNALS_AND_SOCKETS = 1 << 13, 1 << 14, 3
-_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
-_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +74,8 @@ class Sandbox:
         _limit(resource.RLIMIT_NOFILE, OPEN_FILES)
         _limit(resource.RLIMIT_CORE, 0)
         if os.geteuid() == 0:
+            from verl_like.process.kernel_limits import MACHINE, deny  # only sandboxes need it
+
             deny(MACHINE, gains_rights=True)
 
     def allow_cpu(self, shares: float = 1.0) -> None:
@@ -127,86 +113,11 @@ def reject_nested_run() -> None:
         )
 
 
-def isolate_network(way_out: str = "") -> None:
-    """Leave this process no network except its own loopback interface, and no Unix sockets.
-
-    Pairs of sockets (`multiprocessing.Pipe`) remain. Raise if the machine does not allow a network
-    namespace; the error ends with `way_out`.
-    """
-    deny(OTHER_SOCKETS)
-    user, group = os.getuid(), os.getgid()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "unshare"):
-        raise ConfigError(f"this machine has no Linux namespaces.{way_out}")
-    if libc.unshare(_CLONE_NEWNET) != 0:  # not permitted: use a user namespace
-        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
-            reason = os.strerror(ctypes.get_errno())
-            raise ConfigError(
-                f"this machine does not allow a network namespace ({reason}). Allow user "
-                "namespaces (sysctl user.max_user_namespaces, "
-                "kernel.apparmor_restrict_unprivileged_userns=0; in a container its seccomp "
-                f"profile).{way_out}"
-            )
-        Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
-        Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")
-        Path("/proc/self/gid_map").write_text(f"{group} {group} 1", encoding="ascii")
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14s", b"lo", _IFF_UP, b""))
-
-
-def restrict_writes(*places: str, extra: Iterable[str] = ()) -> None:
-    """Keep this process, and those that it starts, from changing anything outside these places.
-
-    It can write only these files and below these folders. It cannot change modes or owners of
-    files, set their times, attach to another process, or allocate memory that outlives it, on
-    machines where `deny` works. It has none of root's rights except to read files. `extra` are
-    further system calls to deny. If the kernel has no Landlock, this raises after all other limits
-    are set.
-    """
-    drop_capabilities()
-    deny(MACHINE, METADATA, KEEPS_TO_ITSELF, extra)
-    _restrict_with_landlock(*places)
-
-
-def _restrict_with_landlock(*places: str) -> None:
-    """Let this process, and those that it starts, write only below these folders and files.
-
-    Linux 6.12 and later also keep them from sending signals to other processes.
-    """
-    libc, version = ctypes.CDLL(None, use_errno=True), _landlock_version()
-    if version < 1:
-        raise ConfigError(
-            "cannot restrict file writes on this machine: Linux 5.13+ with Landlock enabled is "
-            "required ('landlock' must be listed in /sys/kernel/security/lsm)."
-        )
-    rights = _WRITES | (_REFER if version > 1 else 0) | (_TRUNCATE if version > 2 else 0)
-    handled = struct.pack("QQQ", rights, 0, _SIGNALS_AND_SOCKETS if version > 5 else 0)
-    size = 24 if version > 5 else 8
-    rules = libc.syscall(_LANDLOCK_CREATE, handled, size, 0)
-    for place in places:
-        descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
-        is_folder = os.path.isdir(place)
-        allowed = rights & ~_DEVICES if is_folder else rights & (1 << 1 | _TRUNCATE)
-        rule = struct.pack("=Qi", allowed, descriptor)
-        libc.syscall(_LANDLOCK_ADD, rules, 1, rule, 0)
-        os.close(descriptor)
-    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    if libc.syscall(_LANDLOCK_RESTRICT, rules, 0) != 0:
-        raise ConfigError(
-            f"cannot restrict file writes to {places[0]} ({os.strerror(ctypes.get_errno())})."
-        )
-    os.close(rules)
-
-
-def can_restrict_writes() -> bool:
-    """Return whether this machine can keep a process from writing outside a folder."""
-    return _landlock_version() >= 1
-
-
-def _landlock_version() -> int:
-    """Return the version of Landlock, or less than 1 if the kernel has none."""
-    if sys.platform != "linux":
-        return -1
-    version: int = ctypes.CDLL(None).syscall(_LANDLOCK_CREATE, None, 0, 1)
-    return version
+def remove_folder(folder: str) -> None:
+    """Remove a folder with everything in it that can be removed; never raise."""
+    with contextlib.suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
+    if os.path.lexists(folder):  # it may be deeper than Python can recurse
+        command = ["rm", "-rf", "--", folder]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(command, stderr=subprocess.DEVNULL, timeout=REMOVE_S, check=False)

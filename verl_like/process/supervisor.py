@@ -16,35 +16,26 @@ import ctypes
 import json
 import math
 import os
-import secrets
 import select
-import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from fcntl import F_DUPFD, fcntl
 from functools import partial
 from typing import NoReturn
 
 from verl_like.errors import ConfigError
-from verl_like.process.child import start_child
+from verl_like.process.kernel_limits import isolate_network
 from verl_like.process.machine import descendants, proc_fields
-from verl_like.process.sandbox import MARK, Sandbox, isolate_network, visible_environment
+from verl_like.process.sandbox import KILL_S, Sandbox, remove_folder
 
 WATCH_S = 0.2
 """Seconds between two checks of the number of processes, their memory and their files."""
 MOST_OUTPUT = 2**20
 """Bytes that a supervised process may print; later output is dropped."""
-KILL_S = 5.0
-"""Seconds to wait for killed processes to end."""
-END_S = 10.0
-"""Seconds that a supervisor has to kill its processes."""
-REMOVE_S = 30.0
-"""Maximum seconds for the removal of a deep folder."""
 OUT_OF_TIME = "used up its processor time (cpu_s={0:g})"
 PASSED_DEADLINE = "passed its deadline"
 ENDED_WELL = "ended with exit code 0"
@@ -336,63 +327,6 @@ def kill_descendants() -> None:
 def _kill(kill: Callable[[int, int], None], pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         kill(pid, signal.SIGKILL)
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a folder with everything in it that can be removed; never raise."""
-    with contextlib.suppress(RecursionError):
-        shutil.rmtree(folder, ignore_errors=True)
-    if os.path.lexists(folder):  # it may be deeper than Python can recurse
-        command = ["rm", "-rf", "--", folder]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(command, stderr=subprocess.DEVNULL, timeout=REMOVE_S, check=False)
-
-
-class Supervised:
-    """A supervisor and its processes, as the process that starts them sees them.
-
-    Untrusted code runs as the supervisor's user: it can pause or kill the supervisor and outlive
-    it. But the environment variable `MARK` of all its processes has a value of its own.
-    """
-
-    def __init__(self, program: str, env: Sequence[str] = ()) -> None:
-        """Start the supervisor, which runs `program` and sees these environment variables."""
-        self._mark = secrets.token_hex(16)
-        self.visible = visible_environment(env) | {MARK: self._mark}
-        """The environment variables of its processes."""
-        self.folder = tempfile.mkdtemp(prefix="verl_like_sandbox_")
-        """The working folder of its child."""
-        try:
-            self._process, self.pipe = start_child(program, inherited=self.visible)
-        except BaseException:
-            remove_folder(self.folder)
-            raise
-
-    def stop(self) -> None:
-        """End its processes and remove the folder; the other end of the pipe must be closed."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._process.pid, signal.SIGCONT)
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._process.returncode != 0:  # a killed supervisor leaves its processes running
-            self._kill_marked()
-            remove_folder(self.folder)
-
-    def _kill_marked(self) -> None:
-        end, mark = time.monotonic() + KILL_S, f"{MARK}={self._mark}".encode()
-        while time.monotonic() < end:
-            pids = [name for name in os.listdir("/proc") if name.isdecimal()]
-            marked = [
-                int(pid) for pid in pids if mark in b" ".join(proc_fields(f"/proc/{pid}/environ"))
-            ]
-            if not marked:
-                return
-            for pid in marked:
-                _kill(os.kill, pid)
-            time.sleep(0.002)
 
 
 def prctl(option: int, value: int) -> None:

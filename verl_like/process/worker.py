@@ -30,7 +30,6 @@ from verl_like.calls.dispatch import Dispatch, Execute, register
 from verl_like.errors import WorkerError
 from verl_like.process.info import ProcessInfo
 from verl_like.process.random_state import load_random_state, save_random_state
-from verl_like.process.store import SignedStore
 
 _OF_PROCESS: list[Store] = []
 """Holds the store of the default process group, because torch does not keep its Python object."""
@@ -205,6 +204,8 @@ class Worker:
         """
         limit = timedelta(seconds=self._process_info.rendezvous_s)
         server = TCPStore(address, port, self.world_size, is_master=False, timeout=limit)
+        from verl_like.process.store import SignedStore
+
         store = SignedStore(server, self._process_info.secret, "default")
         store.set(f"rank {self.rank}", "here")
         names = [f"rank {rank}" for rank in range(self.world_size)]

@@ -1,10 +1,8 @@
-"""Functions on padded batches: sums inside masks, log-probs of logits, balanced row lengths."""
+"""Functions on padded batches: sums inside masks, and log-probs of logits.
 
-from verl_like.tensor_ops.balance import (
-    get_group_balanced_partitions,
-    get_reverse_idx,
-    get_seqlen_balanced_partitions,
-)
+`verl_like.tensor_ops.balance` divides rows among ranks by their lengths.
+"""
+
 from verl_like.tensor_ops.logprobs import (
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
@@ -18,9 +16,6 @@ from verl_like.tensor_ops.masked import (
 )
 
 __all__ = [
-    "get_group_balanced_partitions",
-    "get_reverse_idx",
-    "get_seqlen_balanced_partitions",
     "logprobs_and_entropy_from_logits",
     "logprobs_from_logits",
     "last_places",

@@ -2,7 +2,7 @@
 
     spec = EnvironmentSpec("guess.py:Guess", kwargs, tools=["tools.py:add"])
     loaded = spec.load()                # raises a ConfigError for code that cannot be used
-    episode = begin(loaded, seeds)      # `workers.agents.episode`: one trajectory
+    episode = begin(loaded, seeds)      # `workers.agents.process`: one trajectory
 
 This module does not import torch, because every environment's process loads it.
 """

@@ -1,6 +1,13 @@
 """The program that runs environments: it loads their code, then forks processes for trajectories.
 
 `workers.agents.host` starts it in a sandbox, and tells it which processes to start and kill.
+Each of these processes runs one trajectory at a time:
+
+    episode = begin(loaded, seeds)
+    reply = episode.reset(row)
+    reply = episode.step(text)          # until the reply has the key "end"
+
+This module does not import torch, because every environment's process loads it.
 """
 
 from __future__ import annotations
@@ -8,6 +15,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import random
 import select
 import signal
 import socket
@@ -20,14 +28,186 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
+
+from verl_like.errors import nearest
 from verl_like.process.pool import UserEnd, describe_error, packed
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
-from workers.agents.environment import Environment, Observation
-from workers.agents.episode import begin
+from workers.agents.calls import call_like
+from workers.agents.environment import (
+    Environment,
+    Observation,
+    TrajectoryEnd,
+    finite_reward,
+    shown,
+)
 from workers.agents.load_environment import EnvironmentSpec, Loaded
-from workers.rewards.failures import place_of
+from workers.agents.tools import answer_call, waited
+from workers.rewards.outcome import place_of
+from workers.thoughts import split_thoughts
+
+if TYPE_CHECKING:
+    from workers.agents.gateway import AgentEpisode
+
+
+def begin(loaded: Loaded, seeds: tuple[int, int]) -> Episode | AgentEpisode:
+    """Create the environment or agent of one trajectory."""
+    if loaded.agent is None:
+        return Episode(loaded, seeds)
+    from workers.agents.gateway import AgentEpisode, AgentSession
+
+    seed_globals(seeds[1])
+    rng = np.random.default_rng(seeds[0])
+    session = AgentSession(loaded.parse, loaded.players, loaded.reuses_replies)
+    url, listener = loaded.endpoint, loaded.listener
+    return AgentEpisode(loaded.agent, loaded.kwargs, rng, session, url, listener)
+
+
+class Episode:
+    """One environment and its tools, in the process that runs it."""
+
+    def __init__(self, loaded: Loaded, seeds: tuple[int, int]) -> None:
+        """Create the environment; `seeds` has the prompt's seed and this sample's seed."""
+        self._seeds = seeds
+        seed_globals(seeds[0])
+        self._env: Any = None
+        if loaded.cls is not None:
+            self._env = loaded.cls(**loaded.kwargs)
+            if isinstance(self._env, Environment):
+                self._env.rng_seed = seeds[1]
+            elif not hasattr(self._env, "rng"):
+                self._env.rng = np.random.default_rng(seeds[1])
+        self._tools = {tool.name: tool for tool in loaded.tools}
+        self._loaded = loaded
+        self._silent = set(loaded.players)
+        """Players that have not had an observation yet."""
+        self._waiting = set(loaded.players)
+        """Players that have not ended and whose turn it is not."""
+        self._speaking: set[str] = set()
+
+    def reset(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {"text": the first observation or None}.
+
+        With several players, return {"players": such a dict for each player that starts}.
+        """
+        text = None
+        if self._env is not None:  # pass the parameters of `reset`: columns, the row, the rng
+            names = {p.name for p in self._loaded.of_reset}
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in self._loaded.of_reset)
+            arguments = {**row, "row": dict(row)}
+            if "rng" in names:
+                arguments["rng"] = np.random.default_rng(self._seeds[0])
+            chosen = {
+                name: value
+                for name, value in arguments.items()
+                if name in names or takes_all and name in row
+            }
+            if missing := [name for name in self._loaded.columns if name not in chosen]:
+                raise TypeError(
+                    f"reset has the parameter {missing[0]!r}, and the row has no such column."
+                    f"{nearest(missing[0], [*arguments, 'rng'])} Its parameters are columns of "
+                    "the row, row (all columns) and rng, as in reset(self, row, rng)"
+                )
+            text = waited(self._env.reset(**chosen))
+        seed_globals(self._seeds[1])
+        if self._loaded.players:
+            return self._of_players("reset", text, self._first)
+        return self._first(text)
+
+    def _first(self, answer: Any) -> dict[str, Any]:
+        if isinstance(answer, Observation):
+            if answer.reward:
+                raise ValueError("reset returned a reward, before the first turn")
+            answer = answer.content
+        elif answer is not None and not isinstance(answer, str):
+            raise TypeError(f"reset returned {shown(answer)}, not a text, an Observation or None")
+        return {"text": answer}
+
+    def _of_players(
+        self, method: str, answers: Any, read: Callable[[Any], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Check the dict of replies that a method returned, and convert each reply."""
+        players = self._loaded.players
+        if not isinstance(answers, Mapping) or not {*answers} <= {*players}:
+            raise TypeError(
+                f"{method} returned {shown(answers)}; expected a dict with keys from "
+                f"{', '.join(players)}"
+            )
+        replies = {player: read(answer) for player, answer in answers.items()}
+        if early := sorted({*replies} - self._waiting):
+            raise ValueError(
+                f"{method} returned a reply for {early[0]!r}, but this player has not spoken since "
+                "the last reply, or has left"
+            )
+        self._waiting -= {*replies}
+        self._speaking |= {player for player in replies if "end" not in replies[player]}
+        if self._waiting and not self._speaking:
+            raise ValueError(
+                f"{method} gives no player the next turn, but the players "
+                f"{sorted(self._waiting)} still wait for a reply"
+            )
+        for player in self._silent & {*replies}:
+            if "messages" in replies[player]:
+                if answers[player].reward:
+                    raise ValueError(f"{method} rewards {player!r} before its first turn")
+                replies[player] = {"text": answers[player].content}
+        self._silent -= {*replies}
+        return {"players": replies}
+
+    def step(
+        self, text: str, player: str = "", hides_thoughts: bool = False, is_open: bool = False
+    ) -> dict[str, Any]:
+        """Return the reply to this text: messages or the trajectory's end, and the text's reward.
+
+        With several players, return such replies by player. With `hides_thoughts`, special tokens
+        enclose reasoning, which the environment does not get; with `is_open`, the prompt has its
+        opening.
+        """
+        calls = self._loaded.parse(text)[0] if self._tools else []
+        if calls:
+            answers = [answer_call(call, self._tools, self._env) for call in calls]
+            messages = [
+                {"role": "tool", "name": call.name, "content": reply}
+                for call, (reply, _) in zip(calls, answers, strict=True)
+            ]
+            errors = sum(failed for _, failed in answers)
+            counts = {"calls": len(calls), "errors": errors}
+            observation = {"messages": messages, "reward": 0.0, **counts}
+            return {"players": {player: observation}} if player else observation
+        unread_call = call_like(text) if self._tools else ""
+        if hides_thoughts:
+            text = split_thoughts(text, is_open)[1]
+        if player:
+            self._speaking.discard(player)
+            self._waiting.add(player)
+            return self._of_players("step", waited(self._env.step(text, player)), self._read)
+        if self._loaded.has_step:
+            answer = self._read(waited(self._env.step(text)))
+        else:  # as in TRL
+            if hasattr(self._env, "get_reward"):
+                reward = waited(self._env.get_reward())
+            else:
+                reward = getattr(self._env, "reward", 0.0)
+            answer = {"end": True, "reward": finite_reward(reward)}
+        return answer | ({"call_like": unread_call} if unread_call else {})
+
+    def _read(self, answer: Any) -> dict[str, Any]:
+        if isinstance(answer, TrajectoryEnd):
+            reward = finite_reward(answer.reward)
+            return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}
+        if not isinstance(answer, Observation):
+            raise TypeError(f"step returned {shown(answer)}, not an Observation or a TrajectoryEnd")
+        message = {"role": "user", "content": answer.content}
+        return {"messages": [message], "reward": finite_reward(answer.reward)}
+
+
+def seed_globals(seed: int) -> None:
+    """Seed Python's and numpy's global generators, which user code may use."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
 
 DESCRIBE = partial(describe_error, sandbox="environment.sandbox")
 ORDER = struct.Struct("!cQ")

@@ -3,7 +3,7 @@
 The covariance of log-prob and advantage at a token tells how an update at the token changes the
 entropy.
 
-All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+All tensors are [rows, R]; `workers.losses.registry` explains the shapes and the symbols.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from torch import Tensor
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import ActorConfig
 from workers.losses.importance_ratio import CLIP_RANGE, clip_range, log_ratio
-from workers.losses.registry import POLICY_LOSSES, NotNegative, Share
-from workers.losses.token_loss import token_loss
+from workers.losses.registry import POLICY_LOSSES, NotNegative, Share, token_loss
 
 
 @torch.no_grad()

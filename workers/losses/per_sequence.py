@@ -1,6 +1,6 @@
 """Losses with one importance ratio per sequence: GSPO, and GMPO, which clips each token's ratio.
 
-All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+All tensors are [rows, R]; `workers.losses.registry` explains the shapes and the symbols.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from workers.losses.importance_ratio import (
     clip_widths,
     log_ratio,
 )
-from workers.losses.registry import POLICY_LOSSES
-from workers.losses.token_loss import token_loss
+from workers.losses.registry import POLICY_LOSSES, token_loss
 
 
 @POLICY_LOSSES.register("geo_mean", "gmpo")

@@ -1,6 +1,6 @@
 """Policy losses of single tokens: each token's ratio counts for itself.
 
-All tensors are [rows, R]; `workers.losses.token_loss` explains the shapes and the symbols.
+All tensors are [rows, R]; `workers.losses.registry` explains the shapes and the symbols.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from torch import Tensor
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 from workers.losses.importance_ratio import CLIP_RANGE, clip_range, clip_widths, log_ratio
-from workers.losses.registry import POLICY_LOSSES, Positive
-from workers.losses.token_loss import token_loss
+from workers.losses.registry import POLICY_LOSSES, Positive, token_loss
 
 _SMALLEST = 1e-8
 """Lower bound for the probability of "another token", so that the KL is always finite."""

@@ -1,30 +1,43 @@
-"""Policy losses by name, and the declared properties of each loss.
+"""Policy losses by name, the declared properties of each loss, and losses of tokens.
 
     @POLICY_LOSSES.register("mine")
-    @declare_loss_keys("clip_ratio_low")
-    def compute_policy_loss_mine(old_log_prob, log_prob, advantages, response_mask, ...): ...
+    @token_loss(keys_read=("clip_ratio",))
+    def compute_policy_loss_mine(old_log_prob, log_prob, advantages, mask, config):
+        ...
+        return losses, {"actor/ppo_kl": ...}
 
-A loss has verl's signature and is called by keyword: old and new log-probs, advantages, mask,
-`loss_agg_mode`, the actor settings `config`, `rollout_is_weights` and the denominators of the
+A policy loss has verl's signature and is called by keyword: old and new log-probs, advantages,
+mask, `loss_agg_mode`, the actor settings `config`, `rollout_is_weights` and the denominators of the
 mini-batch. `actor.policy_loss.args` sets its keyword-only parameters that have a default. It
 returns the rows' contribution to the loss of the mini-batch, and metrics that add up in the same
 way.
 
-The losses in this folder are written as losses of tokens (`workers.losses.token_loss`).
+The losses in this folder are functions of tokens, of which `token_loss` makes policy losses: it
+adds the weights of the rollout correction and the aggregation. The decorated function gets columns
+[rows, R] of some rows, where R is the number of response tokens: log-probs under the old and the
+current policy, advantages that are zero outside the mask, and the mask, a bool that is true for
+tokens in the loss. It also gets the actor's settings, and a loss that chooses tokens gets `chosen`,
+a mask. It returns the loss of every token, [rows, R], and [rows, R] values whose means are metrics.
+
+In formulas, A is the advantage, p the current and p_old the old probability of a token, r = p /
+p_old the importance ratio, and sg(x) is x without gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import update_wrapper
 from typing import Annotated, Any, TypeVar
 
 from torch import Tensor
 
-from verl_like.config_key import KeyRules
+from verl_like.config_key import KeyRules, arguments_for, arguments_of
 from verl_like.registry import Registry
 from verl_like.signatures import CallSignature, check_call
-from workers.losses.aggregate import Denominators, LossAndMetrics
+from verl_like.tensor_ops import zero_outside
+from workers.config import ActorConfig
+from workers.losses.aggregate import Denominators, LossAndMetrics, agg_policy_loss
 
 PolicyLoss = Callable[..., LossAndMetrics]
 TokenChooser = Callable[..., Tensor]
@@ -120,3 +133,73 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
 def get_policy_loss(name: str) -> PolicyLoss:
     """Return the policy loss registered under this name, or your function by its dotted path."""
     return POLICY_LOSSES.look_up(name)
+
+
+TokenLoss = Callable[..., tuple[Tensor, dict[str, Tensor]]]
+
+
+def token_loss(
+    default_agg_mode: str = "token-mean", **traits: Any
+) -> Callable[[TokenLoss], PolicyLoss]:
+    """Return a decorator that makes a policy loss of a function that returns token losses.
+
+        @POLICY_LOSSES.register("mine")
+        @token_loss(keys_read=(), has_ratio=False)
+        def compute_policy_loss_mine(old_log_prob, log_prob, advantages, mask, config):
+            losses = -advantages * log_prob              # [rows, R], as every tensor here
+            return losses, {"actor/ppo_kl": old_log_prob - log_prob}
+
+    Args:
+        default_agg_mode: the `loss_agg_mode` of calls without one, such as those of tests; the
+            actor passes the mode of its configuration.
+        traits: fields of `LossTraits`, such as `keys_read`, the actor's keys that the loss reads.
+    """
+    choose = traits.get("choose_tokens")
+
+    def decorate(losses_of: TokenLoss) -> PolicyLoss:
+        hands_on = (losses_of,) if choose is None else (losses_of, choose)
+        known = {name for function in hands_on for name in arguments_of(function)}
+
+        def policy_loss(
+            old_log_prob: Tensor,
+            log_prob: Tensor,
+            advantages: Tensor,
+            response_mask: Tensor,
+            loss_agg_mode: str = default_agg_mode,
+            config: ActorConfig | None = None,
+            rollout_is_weights: Tensor | None = None,
+            chosen_tokens: Tensor | None = None,
+            **options: Any,
+        ) -> LossAndMetrics:
+            settings = config or ActorConfig()
+            arguments = {name: options.pop(name) for name in [*options] if name in known}
+            arguments = settings.policy_loss.args | arguments
+            if choose is not None and chosen_tokens is None:
+                of_choice = arguments_for(choose, arguments)
+                chosen_tokens = choose(
+                    old_log_prob, advantages, response_mask, config=settings, **of_choice
+                )
+            taken = arguments_for(losses_of, arguments)
+            denominators: Denominators = options  # type: ignore[assignment]
+
+            mask = response_mask.bool()
+            chosen = () if chosen_tokens is None else (mask & chosen_tokens,)
+            losses, per_token = losses_of(
+                old_log_prob,
+                log_prob,
+                zero_outside(advantages, mask),
+                mask,
+                settings,
+                *chosen,
+                **taken,
+            )
+            return agg_policy_loss(
+                losses, per_token, mask, loss_agg_mode, rollout_is_weights, **denominators
+            )
+
+        policy_loss.takes_arguments_of = hands_on  # type: ignore[attr-defined]
+        update_wrapper(policy_loss, losses_of)
+        del policy_loss.__wrapped__  # type: ignore[attr-defined]  # another signature
+        return declares(**traits)(policy_loss)
+
+    return decorate

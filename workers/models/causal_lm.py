@@ -8,6 +8,7 @@ policy would differ between two passes, and PPO's ratio would be noisy even with
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -39,6 +40,8 @@ Head = Literal["token", "scalar", "score"]
   a sequence classifier with one label, otherwise zeros.
 - score: like scalar, but the folder must be such a classifier.
 """
+ROUTERS = ("gate", "router")
+"""Attribute names of the router in transformers' classes for blocks of experts."""
 
 
 class Float32Linear(nn.Linear):
@@ -231,3 +234,15 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             del attributes["forward"]
         else:
             attributes["forward"] = before
+
+
+def quantizable(module: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Yield the linear layers, by name, whose weights `quantize_linears` turns into int8."""
+    everywhere = (child._parameters.values() for child in module.modules())
+    num_uses = Counter(id(weight) for weights in everywhere for weight in weights)
+    find_head: Any = getattr(module, "get_output_embeddings", lambda: None)
+    head = find_head()
+    for name, child in module.named_modules():
+        is_plain = type(child) is nn.Linear and child is not head
+        if is_plain and num_uses[id(child.weight)] == 1 and name.rpartition(".")[2] not in ROUTERS:
+            yield name, child

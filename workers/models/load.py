@@ -32,9 +32,7 @@ from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
 from workers.models.checkpoint_format import WeightGroup, checkpoint_format
 from workers.models.classes import build_class
 from workers.models.folder import model_folder, read_hf_config
-from workers.models.lora import initial_value, is_adapter
-from workers.models.quantize import quantize_linears
-from workers.models.state import local_rows, local_shard, named_state
+from workers.models.state import is_adapter, local_rows, local_shard, named_state
 
 COMPUTED = (
     r"rotary_emb\.inv_freq$",
@@ -68,6 +66,8 @@ def load_model(
     device = device or torch.device("cpu")
     module = empty_model(config, head, device)
     if quantization:
+        from workers.models.quantize import quantize_linears
+
         quantize_linears(module, device)
     load_weights(module, config, head, device)
     return module
@@ -92,6 +92,8 @@ def load_weights(
         for name, weight in named_state(module):
             origin = name.replace(".base_layer.", ".")
             if is_adapter(name):
+                from workers.models.lora import initial_value
+
                 _copy(weight, initial_value(name, weight.shape))
             elif may_start_at_zero and name == SCORE and not source.has_scalar_head(weight.shape):
                 weight.zero_()

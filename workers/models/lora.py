@@ -24,8 +24,8 @@ from workers.config import ModelConfig
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel, language_half
 from workers.models.classes import has_towers
-from workers.models.nf4 import NF4Weight
-from workers.models.state import Named
+from workers.models.quantize import NF4Weight
+from workers.models.state import Named, is_adapter
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
 
 NAME = "default"
@@ -259,11 +259,6 @@ def _split(name: str) -> tuple[str, str]:
             prefix, _, rest = name.partition(part)
             return prefix, part[1:] + rest
     return name, ""
-
-
-def is_adapter(name: str) -> bool:
-    """True if a parameter of this name belongs to an adapter."""
-    return ".lora_A." in name or ".lora_B." in name
 
 
 def _is_linear(child: Any) -> bool:

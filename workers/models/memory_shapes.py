@@ -23,13 +23,11 @@ from torch import Tensor
 
 from workers.config import ModelConfig
 from workers.models.attention import heads_of, layer_configs
-from workers.models.causal_lm import Head, body_of, empty_model, language_half
+from workers.models.causal_lm import Head, body_of, empty_model, language_half, quantizable
 from workers.models.folder import model_folder
-from workers.models.lora import add_adapter, is_adapter
-from workers.models.nf4 import BLOCK, check_nf4
 from workers.models.pass_trace import PassShapes, PassTrace, trace_pass
-from workers.models.quantize import quantizable
-from workers.parallel.experts import experts_of
+from workers.models.state import is_adapter
+from workers.parallel.fsdp import experts_of
 
 
 class Moments(NamedTuple):
@@ -79,6 +77,8 @@ class ModelShapes:
             return self.num_weights * dtype.itemsize
         linears = self.num_int8 + 4 * self.num_scales
         if quantization == "nf4":
+            from workers.models.quantize import BLOCK
+
             linears = self.num_int8 // 2 + 4 * self.num_int8 // BLOCK
         return (self.num_weights - self.num_int8) * dtype.itemsize + linears
 
@@ -305,12 +305,17 @@ def meta_model(config: ModelConfig, head: Head) -> Any:
     )
     module = empty_model(plain, head, torch.device("cpu")).to("meta")
     if config.lora_rank > 0:
+        from workers.models.lora import add_adapter
+
         add_adapter(module, config)
     return module
 
 
 def check_adapter(config: ModelConfig, head: Head) -> None:
     """Raise if adapters or the base's quantization do not fit the model. No weights are loaded."""
-    check_nf4(config)
+    if config.quantization is not None:
+        from workers.models.quantize import check_nf4
+
+        check_nf4(config)
     if config.lora_rank > 0:
         meta_model(config, head)

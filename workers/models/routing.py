@@ -27,9 +27,9 @@ from torch.overrides import TorchFunctionMode
 from verl_like.errors import BatchError, ConfigError
 from workers.columns import ROUTED
 from workers.config.policy import ROUTING_KEY
-from workers.models.causal_lm import replaced_forward
+from workers.models.causal_lm import ROUTERS, replaced_forward
 from workers.models.support import Support
-from workers.parallel.experts import ROUTERS, experts_of
+from workers.parallel.fsdp import experts_of
 
 
 class RecordedChoices:

@@ -71,3 +71,8 @@ def _read(source: Any, ranges: list[list[range]], chosen: tuple[slice, ...]) -> 
     along = [slice(span.start, span.stop) for span in ranges[dim]] or [slice(0, 0)]
     parts = [_read(source, ranges, (*chosen, span)) for span in along]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def is_adapter(name: str) -> bool:
+    """True if a parameter of this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name

@@ -25,6 +25,8 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """Names of dtypes in the safetensors format."""
+LEAST_BYTES = 16 * 2**20
+"""Smaller files are written directly, which is faster than a copy and a separate process."""
 ALIGNMENT = 8
 """Alignment of the first byte after the header."""
 

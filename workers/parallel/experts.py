@@ -15,7 +15,6 @@ summed over the axis.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,19 +26,11 @@ from torch.func import functional_call
 
 from verl_like.errors import ConfigError
 from workers.parallel.communicate import exchange
+from workers.parallel.fsdp import cut_of_experts, experts_of
 from workers.parallel.placements import local_part
 
-ROUTERS = ("gate", "router")
-"""Attribute names of the router in transformers' classes for blocks of experts."""
 NUM_ARGUMENTS = 3
 """Arguments of the experts' forward pass: hidden states, chosen experts, their weights."""
-
-
-def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers' routed experts by name: modules `experts` with more than one expert."""
-    for name, child in module.named_modules():
-        if name.rpartition(".")[2] == "experts" and getattr(child, "num_experts", 0) > 1:
-            yield name, child
 
 
 def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "parallel.ep") -> None:
@@ -72,18 +63,6 @@ def check_experts(module: nn.Module, size: int, efsdp: int = 1, key: str = "para
             )
         for weight in weights:
             cut_of_experts(weight, efsdp)
-
-
-def cut_of_experts(weight: Tensor, size: int) -> Shard:
-    """Return how FSDP2 shards a weight: along a dimension inside each expert, in equal parts."""
-    for dim in range(1, weight.ndim):
-        if weight.shape[dim] % size == 0:
-            return Shard(dim)
-    raise ConfigError(
-        f"FSDP cannot split a weight of experts of shape {list(weight.shape)} over {size} ranks: "
-        f"no dim after the first is a multiple of {size}. Raise parallel.ep, or set a smaller "
-        "parallel.shard or fsdp_config.fsdp_size."
-    )
 
 
 def spread_experts(module: nn.Module, mesh: DeviceMesh) -> None:

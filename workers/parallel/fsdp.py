@@ -6,7 +6,7 @@ The strategies are in `workers.parallel.sharding`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from workers.parallel.experts import cut_of_experts, experts_of
+from verl_like.errors import ConfigError
 from workers.parallel.placements import (
     all_gather_rows,
     gather_rows,
@@ -245,3 +245,22 @@ def tensor_on_first(parameter: Tensor, is_first: bool) -> Tensor | None:
         return full if is_first else None
     # ranks with other replicas do nothing
     return whole_tensor(tensor, gather_rows) if is_first_replica(tensor) else None
+
+
+def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layers' routed experts by name: modules `experts` with more than one expert."""
+    for name, child in module.named_modules():
+        if name.rpartition(".")[2] == "experts" and getattr(child, "num_experts", 0) > 1:
+            yield name, child
+
+
+def cut_of_experts(weight: Tensor, size: int) -> Shard:
+    """Return how FSDP2 shards a weight: along a dimension inside each expert, in equal parts."""
+    for dim in range(1, weight.ndim):
+        if weight.shape[dim] % size == 0:
+            return Shard(dim)
+    raise ConfigError(
+        f"FSDP cannot split a weight of experts of shape {list(weight.shape)} over {size} ranks: "
+        f"no dim after the first is a multiple of {size}. Raise parallel.ep, or set a smaller "
+        "parallel.shard or fsdp_config.fsdp_size."
+    )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from workers.parallel.dims import DATA, LOSS, MODEL, ParallelDims
+from workers.parallel.sharding import DATA, LOSS, MODEL, ParallelDims
 
 
 class RankGroups:

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from workers.config import LARGEST_PASS
-from workers.parallel.experts import experts_of
+from workers.parallel.fsdp import experts_of
 
 LARGEST_LOGITS = 256 * 2**20
 """Bytes of the float32 logits of one chunk of positions (`workers.training.lm_head`); on a GPU,

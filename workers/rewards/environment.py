@@ -10,8 +10,8 @@ import torch
 
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
-from workers.rewards.failures import group_by_kind
 from workers.rewards.manager import TermScores
+from workers.rewards.outcome import group_by_kind
 
 SECONDS = ("engine_s", "environment_s", "waiting_s")
 

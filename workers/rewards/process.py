@@ -14,53 +14,22 @@ import asyncio
 import inspect
 import os
 import threading
-from collections.abc import Awaitable, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.process.pool import UserEnd, describe_error
-from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
-from workers.rewards.call import RewardCall, Sample
-from workers.rewards.failures import place_of
-from workers.rewards.outcome import LATE, NO_REWARD, Outcome, read_outcome
+from workers.rewards.call import BATCH_SHARES, FunctionSpec, RewardCall, Sample
+from workers.rewards.outcome import LATE, NO_REWARD, Outcome, place_of, read_outcome
 
 MAX_SIDE_BY_SIDE = 64
 """Maximum number of concurrent calls of a coroutine function."""
-BATCH_SHARES = 12
-"""Timeout and CPU time of a batch, as a multiple of a sample's.
-
-One call of an `async` batch function has the timeout of a sample.
-"""
 Put = Callable[[int, Outcome], None]
 """A function that sends the outcome of the sample with this number."""
-
-
-@dataclass(frozen=True)
-class FunctionSpec:
-    """A function, its arguments, and its limits."""
-
-    path: str = "workers.rewards.functions"
-    name: str = "default_compute_score"
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    deadline: float = 10.0
-    """Timeout of a sample, in seconds."""
-    columns: Sequence[str] = ()
-    """The data's other columns, which the function may read."""
-    has_truth: bool = True
-    """True if any row has a ground truth."""
-    sandbox: Sandbox = field(default_factory=Sandbox)
-    path_key: str = "reward.function.path"
-    """The configuration key that set `path`, for error messages."""
-    name_key: str = "reward.function.name"
-    """The configuration key that set `name`."""
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.name}"
 
 
 def main(control: Connection) -> None:

@@ -24,8 +24,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from verl_like.errors import ConfigError
+from verl_like.process.kernel_limits import (
+    PROCESSES,
+    SIGNALS,
+    can_restrict_writes,
+    isolate_network,
+    restrict_writes,
+)
 from verl_like.process.pool import UserEnd
-from verl_like.process.sandbox import Sandbox, can_restrict_writes, isolate_network, restrict_writes
+from verl_like.process.sandbox import Sandbox, remove_folder
 from verl_like.process.supervisor import (
     DATA,
     ENDED_WELL,
@@ -33,10 +40,8 @@ from verl_like.process.supervisor import (
     PR_SET_PDEATHSIG,
     fork_confined,
     prctl,
-    remove_folder,
     watch,
 )
-from verl_like.process.system_calls import PROCESSES, SIGNALS
 
 MOST_OUTPUT = 2**19
 """Maximum bytes that a program may print in one test."""

@@ -26,9 +26,8 @@ from verl_like.errors import ConfigError
 from verl_like.process.machine import usable_cores
 from verl_like.process.pool import LOADED, Failure, Pool, Process, UserCode
 from verl_like.registry import check_file
-from workers.rewards.call import Sample
+from workers.rewards.call import FunctionSpec, Sample
 from workers.rewards.outcome import LATE, Outcome, read_answer
-from workers.rewards.process import FunctionSpec
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from verl_like.process.machine import http_url
-from workers.rewards.call import Sample
+from workers.rewards.call import FunctionSpec, Sample
 from workers.rewards.outcome import Outcome
-from workers.rewards.process import FunctionSpec
-from workers.rewards.remote_protocols import as_json
+from workers.rewards.remote import as_json
 from workers.rewards.scorer import Scorer
 
 LONGEST_REQUEST = 256 * 2**20

@@ -33,10 +33,10 @@ from workers.config import (
     ScoringSections,
     rewards_of,
 )
-from workers.rewards.failures import FailureLog
+from workers.rewards.call import BATCH_SHARES, FunctionSpec
 from workers.rewards.functions import REWARDS, check_rules, code, trust_kwargs
 from workers.rewards.manager import RewardManager, TermScores
-from workers.rewards.process import BATCH_SHARES, FunctionSpec
+from workers.rewards.outcome import FailureLog
 from workers.rewards.scorer import Scorer
 
 if TYPE_CHECKING:

@@ -12,16 +12,15 @@ from workers.models.precision import rollout_dtype
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build import takes_adapter
-from workers.training.checkpoint import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
 from workers.training.role_model import RoleModelSpec
+from workers.training.saves import CheckpointMixin
 from workers.training.update import update
-from workers.weights.checksum import checksum_of
-from workers.weights.sender import WeightSender
+from workers.weights.transfer import WeightSender
 
 
 def log_prob_temperature(rollout: RolloutConfig) -> float:
@@ -194,5 +193,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     def weights_checksum(self, as_sent: bool = False) -> str:
         """Return a hash of the full weights; with `as_sent`, of the weights that rollouts get."""
         if as_sent and self.sends_adapter:
+            from workers.weights.checksum import checksum_of
+
             return checksum_of(self.engine.full_trained_tensors())
         return self.engine.weights_checksum(self.sent_dtype if as_sent else None)

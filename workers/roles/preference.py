@@ -20,13 +20,13 @@ from workers.config.rows import (
     loss_reads,
 )
 from workers.losses.aggregate import LossAndMetrics
-from workers.losses.preference.measures import LABELED_COLUMNS, SFT_LENGTH, measures
+from workers.losses.preference import LABELED_COLUMNS, SFT_LENGTH, measures
 from workers.models.lora import adapter_off
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
-from workers.training.readings import Reading
+from workers.training.passes import Reading
 from workers.training.role_model import RoleModelSpec
 from workers.training.row_scores import SIDES, Pairs
 

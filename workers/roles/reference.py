@@ -9,6 +9,7 @@ its weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,15 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from workers.columns import SEQUENCES, batch_columns
 from workers.config import FrozenFSDPConfig, WorkersConfig, is_actors_module, reference_model
-from workers.models.lora import adapter_off
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
 from workers.training.engine import TrainEngine
-from workers.training.file_copies import BackgroundSaves
 from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
 from workers.training.role_model import RoleModelSpec
-from workers.weights.channel import SyncReport
-from workers.weights.receiver import WeightReceiver
+from workers.training.saves import BackgroundSaves
+from workers.weights.sync import SyncReport
+from workers.weights.transfer import WeightReceiver
 
 
 class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
@@ -84,18 +84,26 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         else:
             self.engine.build(self)
 
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Context in which the actor's module computes without its adapter."""
+        if self.engine.model_config.lora_rank == 0:
+            return nullcontext()
+        from workers.models.lora import adapter_off
+
+        return adapter_off(self.engine.module)
+
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(reads=SEQUENCES, scores=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` of the responses."""
-        with adapter_off(self.engine.module):
+        with self.without_adapter():
             outputs = self.engine.forward_rows(data, self.budget, TokenOutputs(self.temperature))
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=VERB, readonly=True)
     def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
         """Return the `wanted` output columns, computed with the reference's weights."""
-        with adapter_off(self.engine.module):
+        with self.without_adapter():
             return super().forward(data, wanted, top_k)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -133,6 +141,6 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def weights_checksum(self) -> str:
         """Return a hash of the full weights."""
-        with adapter_off(self.engine.module):
+        with self.without_adapter():
             checksum: str = self.engine.weights_checksum()
             return checksum

@@ -52,8 +52,8 @@ from workers.rollout.build import (
 )
 from workers.rollout.sample import Sample, sample_seed
 from workers.rollout.sampling import EXTRA_SAMPLING, STOPS, sampling_params
-from workers.weights.channel import SyncReport
-from workers.weights.receiver import WeightReceiver
+from workers.weights.sync import SyncReport
+from workers.weights.transfer import WeightReceiver
 
 if TYPE_CHECKING:
     from workers.agents.players import Players

@@ -19,14 +19,14 @@ from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
-from workers.training.checkpoint import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
-from workers.training.readings import Reading
+from workers.training.passes import Reading
 from workers.training.role_model import RoleModelSpec
 from workers.training.row_scores import Pairs, RowScores
+from workers.training.saves import CheckpointMixin
 from workers.training.update import update
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample
-from workers.weights.checksum import checksum_of
 
 if TYPE_CHECKING:
     from workers.models.images import ImageReader
@@ -348,6 +347,8 @@ class RolloutEngine(ABC):
 
     def weights_checksum(self) -> str:
         """Return a hash of the full weights, to compare with the trainer's."""
+        from workers.weights.checksum import checksum_of
+
         return checksum_of(self.named_weights())
 
     def no_choices(self) -> Tensor | None:

@@ -22,7 +22,6 @@ from workers.config.policy import ROUTING_KEY, replays_routing
 from workers.config.rollout import AUTO, FP8, ROLLOUT_ENGINES
 from workers.models.folder import model_folder
 from workers.models.precision import name_of, precision_of, rollout_dtype
-from workers.models.quantize import check_device
 from workers.models.state import set_buffer_dtype
 from workers.rollout.base import EngineLimits, RolloutEngine
 
@@ -117,6 +116,8 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
             "out quantization."
         )
     if quantization != FP8:
+        from workers.models.quantize import check_device
+
         check_device(device_type)
     elif (rollout.dtype or ("bfloat16" if device_type == "cuda" else "float32")) != "bfloat16":
         raise ConfigError(

@@ -25,15 +25,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.files import file_fault, fingerprint, replace_folder
 from verl_like.process.random_state import load_random_state, save_random_state
-from workers.models.lora import save_adapter
 from workers.models.state import persistent_buffers
 from workers.models.tensor_files import WRITE_NOW, FileWriter
-from workers.parallel.collectives import Ranks
-from workers.training.file_copies import BackgroundSaves
 from workers.training.manifest import (
     ADAPTER,
     loaded_files,
@@ -41,160 +37,155 @@ from workers.training.manifest import (
     reject_damaged,
     write_manifest,
 )
-from workers.training.shards import read_shards, stored_tensors, write_shards
+from workers.training.shards import Ranks, read_shards, stored_tensors, write_shards
 from workers.weights.module_writer import describe_problems
 
 if TYPE_CHECKING:
     from workers.training.average import WeightAverage
     from workers.training.engine import TrainEngine
+    from workers.training.file_copies import FileCopies
 
 logger = logging.getLogger(__name__)
 
 
-class CheckpointMixin(BackgroundSaves):
-    """Adds saving and loading to a worker with a `TrainEngine`.
+def save(
+    engine: TrainEngine,
+    average: WeightAverage | None,
+    folder: Path,
+    step: int,
+    contents: Sequence[str],
+    copies: FileCopies | None = None,
+) -> None:
+    """Write the folder, whole or not at all; every rank calls this.
 
-    Attributes:
-        engine: the `TrainEngine`, which the worker sets in `init_model`.
-        config: the worker's config section, which has the key `checkpoint.save_contents`.
-        average: a moving average of the weights that is saved with the weights, or None.
+    If anything fails, an earlier folder stays unchanged. Files that `copies` takes are written
+    later, into a folder that nobody reads yet.
     """
-
-    engine: TrainEngine
-    config: Any
-    average: WeightAverage | None = None
-    """A moving average of the weights, saved with them."""
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(
-        self, path: str, step: int = 0, contents: Sequence[str] | None = None
-    ) -> None:
-        """Write the folder `path`, whole or not at all; it replaces a folder of the same name.
-
-        `contents` overrides `checkpoint.save_contents`. If anything fails, an earlier folder stays
-        unchanged. Files that `self.copies` takes are written later, into a folder that nobody reads
-        yet.
-        """
-        folder = Path(path)
-        message = f"the checkpoint {folder} was not written (an earlier one is untouched)"
-        ranks = Ranks(self.engine.groups.world, message)
-        part = folder if self.copies is not None else folder.with_name(folder.name + ".part")
-        try:
-            wanted = self.config.checkpoint.save_contents if contents is None else contents
-            self._write_part(ranks, part, step, wanted)
-            if part != folder:
-                ranks.run_on_first(lambda: replace_folder(part, folder))
-        except CheckpointError:
-            if ranks.mine == 0:
-                shutil.rmtree(part, ignore_errors=True)
-            raise
-
-    def _write_part(self, ranks: Ranks, part: Path, step: int, contents: Sequence[str]) -> None:
-        """Write all files; the manifest comes last and lists the others."""
-
-        def make_empty() -> None:
+    message = f"the checkpoint {folder} was not written (an earlier one is untouched)"
+    ranks = Ranks(engine.groups.world, message)
+    part = folder if copies is not None else folder.with_name(folder.name + ".part")
+    try:
+        _write_part(engine, average, ranks, part, step, contents, copies or WRITE_NOW)
+        if part != folder:
+            ranks.run_on_first(lambda: replace_folder(part, folder))
+    except CheckpointError:
+        if ranks.mine == 0:
             shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)  # raises if it is a link
-            (part / "random").mkdir()
+        raise
 
-        engine, writer = self.engine, self.copies or WRITE_NOW
-        tensors = weights(engine) | averages(self.average) if "model" in contents else {}
-        tensors |= optimizer_state(engine) if "optimizer" in contents else {}
-        tensors = engine.without_copies(tensors)
-        ranks.run_on_first(make_empty)
-        if tensors:
-            shards, num_holders = part / "shards", engine.dims.per_stage
-            ranks.run_on_all(lambda: write_shards(tensors, shards, ranks.mine, num_holders, writer))
-        if "extra" in contents:
-            ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
-        self._write_adapter(ranks, part, writer)
-        if "hf_model" in contents:
-            from workers.training.hf_export import export_huggingface
 
-            exported, is_first = part / "huggingface", ranks.mine == 0
-            ranks.run_on_all(lambda: export_huggingface(engine, exported, is_first, writer=writer))
+def _write_part(
+    engine: TrainEngine,
+    average: WeightAverage | None,
+    ranks: Ranks,
+    part: Path,
+    step: int,
+    contents: Sequence[str],
+    writer: FileWriter,
+) -> None:
+    """Write all files; the manifest comes last and lists the others."""
 
-        manifest = {
-            "step": step,
-            "num_ranks": ranks.count,
-            "contents": list(contents),
-            "schedule_step": engine.scheduler.num_steps,
-            "skipped_steps": engine.guard.total,
-            "skipped_in_a_row": engine.guard.in_a_row,
-            "files": ranks.share_files(part, fingerprint),
-        }
-        ranks.run_on_first(lambda: write_manifest(part, manifest))
+    def make_empty() -> None:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)  # raises if it is a link
+        (part / "random").mkdir()
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_model(self, path: str) -> None:
-        """Write the model into the folder `path` for `from_pretrained`."""
+    tensors = weights(engine) | averages(average) if "model" in contents else {}
+    tensors |= optimizer_state(engine) if "optimizer" in contents else {}
+    tensors = engine.without_copies(tensors)
+    ranks.run_on_first(make_empty)
+    if tensors:
+        shards, num_holders = part / "shards", engine.dims.per_stage
+        ranks.run_on_all(lambda: write_shards(tensors, shards, ranks.mine, num_holders, writer))
+    if "extra" in contents:
+        ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
+    _write_adapter(engine, ranks, part, writer)
+    if "hf_model" in contents:
         from workers.training.hf_export import export_huggingface
 
-        ranks = Ranks(self.engine.groups.world, f"the model {path} was not written")
-        is_first = ranks.mine == 0
-        ranks.run_on_all(lambda: export_huggingface(self.engine, Path(path), is_first))
-        self._write_adapter(ranks, Path(path), WRITE_NOW)
+        exported, is_first = part / "huggingface", ranks.mine == 0
+        ranks.run_on_all(lambda: export_huggingface(engine, exported, is_first, writer=writer))
 
-    def _write_adapter(self, ranks: Ranks, folder: Path, writer: FileWriter) -> None:
-        """Write the adapter of a LoRA model into `folder`, in peft's format."""
-        engine = self.engine
-        if engine.model_config.lora_rank == 0:
-            return
-        with engine.running():  # collective
-            adapter = [(name, tensor.cpu()) for name, tensor in engine.full_trained_tensors()]
-        out, module = folder / ADAPTER, engine.whole_module
-        ranks.run_on_first(lambda: save_adapter(out, module, engine.model_config, adapter, writer))
+    manifest = {
+        "step": step,
+        "num_ranks": ranks.count,
+        "contents": list(contents),
+        "schedule_step": engine.scheduler.num_steps,
+        "skipped_steps": engine.guard.total,
+        "skipped_in_a_row": engine.guard.in_a_row,
+        "files": ranks.share_files(part, fingerprint),
+    }
+    ranks.run_on_first(lambda: write_manifest(part, manifest))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        """Load the folder `path`, written by any number of ranks.
 
-        Raise if the folder is damaged or belongs to another model.
-        """
-        folder, engine, average = Path(path), self.engine, self.average
-        ranks = Ranks(engine.groups.world, f"the checkpoint {folder} was not loaded")
-        manifest = ranks.run_on_all(lambda: read_manifest(folder))[ranks.mine]
-        files = {folder / name: fingerprint for name, fingerprint in manifest["files"].items()}
-        faults = ranks.share_files(
-            folder, lambda path: file_fault(path, files[path]), loaded_files(manifest)
+def export(engine: TrainEngine, folder: Path) -> None:
+    """Write the model into the folder for `from_pretrained`; every rank calls this."""
+    from workers.training.hf_export import export_huggingface
+
+    ranks = Ranks(engine.groups.world, f"the model {folder} was not written")
+    is_first = ranks.mine == 0
+    ranks.run_on_all(lambda: export_huggingface(engine, folder, is_first))
+    _write_adapter(engine, ranks, folder, WRITE_NOW)
+
+
+def _write_adapter(engine: TrainEngine, ranks: Ranks, folder: Path, writer: FileWriter) -> None:
+    """Write the adapter of a LoRA model into `folder`, in peft's format."""
+    if engine.model_config.lora_rank == 0:
+        return
+    from workers.models.lora import save_adapter
+
+    with engine.running():  # collective
+        adapter = [(name, tensor.cpu()) for name, tensor in engine.full_trained_tensors()]
+    out, module = folder / ADAPTER, engine.whole_module
+    ranks.run_on_first(lambda: save_adapter(out, module, engine.model_config, adapter, writer))
+
+
+def load(engine: TrainEngine, average: WeightAverage | None, folder: Path) -> None:
+    """Load the folder, written by any number of ranks; every rank calls this.
+
+    Raise if the folder is damaged or belongs to another model.
+    """
+    ranks = Ranks(engine.groups.world, f"the checkpoint {folder} was not loaded")
+    manifest = ranks.run_on_all(lambda: read_manifest(folder))[ranks.mine]
+    files = {folder / name: fingerprint for name, fingerprint in manifest["files"].items()}
+    faults = ranks.share_files(
+        folder, lambda path: file_fault(path, files[path]), loaded_files(manifest)
+    )
+    reject_damaged(folder, faults)
+
+    shards = folder / "shards"
+    saved = stored_tensors(shards) if shards.is_dir() else {}
+    has_adapter = engine.model_config.lora_rank > 0
+    reject_other_model(folder, stored_weights(engine.whole_module, has_adapter), saved)
+    with engine.running(engine.optimizer):
+        state = empty_optimizer_state(engine, saved)
+        averaged = {name: shard for name, shard in averages(average).items() if name in saved}
+        tensors = weights(engine) | state | averaged
+        ranks.run_on_all(lambda: read_shards(tensors, shards))
+        parameters = dict(engine.module.named_parameters())
+        optimizer = _optimizer_of(engine)
+        optimizer.state.clear()
+        for full_name, value in state.items():
+            _, key, name = full_name.split(".", 2)
+            optimizer.state[parameters[name]][key] = value
+        if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            optimizer.load_state_dict(optimizer.state_dict())  # may derive more from the state
+        if average is not None and not averaged:
+            logger.warning("%s holds no moving average: it starts from the weights.", folder)
+            average.restart()
+
+    if "optimizer" not in manifest["contents"]:
+        logger.warning(
+            "%s holds no optimizer state (checkpoint.save_contents lacked 'optimizer'): the "
+            "moments start from zero.",
+            folder,
         )
-        reject_damaged(folder, faults)
-
-        shards = folder / "shards"
-        saved = stored_tensors(shards) if shards.is_dir() else {}
-        has_adapter = engine.model_config.lora_rank > 0
-        reject_other_model(folder, stored_weights(engine.whole_module, has_adapter), saved)
-        with engine.running(engine.optimizer):
-            state = empty_optimizer_state(engine, saved)
-            averaged = {name: shard for name, shard in averages(average).items() if name in saved}
-            tensors = weights(engine) | state | averaged
-            ranks.run_on_all(lambda: read_shards(tensors, shards))
-            parameters = dict(engine.module.named_parameters())
-            optimizer = _optimizer_of(engine)
-            optimizer.state.clear()
-            for full_name, value in state.items():
-                _, key, name = full_name.split(".", 2)
-                optimizer.state[parameters[name]][key] = value
-            if type(optimizer).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-                optimizer.load_state_dict(optimizer.state_dict())  # may derive more from the state
-            if average is not None and not averaged:
-                logger.warning("%s holds no moving average: it starts from the weights.", folder)
-                average.restart()
-
-        if "optimizer" not in manifest["contents"]:
-            logger.warning(
-                "%s holds no optimizer state (checkpoint.save_contents lacked 'optimizer'): the "
-                "moments start from zero.",
-                folder,
-            )
-        if "extra" in manifest["contents"]:
-            engine.scheduler.set_step(manifest["schedule_step"])
-            engine.guard.total = manifest["skipped_steps"]
-            engine.guard.in_a_row = manifest["skipped_in_a_row"]
-            if manifest["num_ranks"] == ranks.count:
-                ranks.run_on_all(
-                    lambda: load_random_state(folder / "random" / f"{ranks.mine}.json")
-                )
+    if "extra" in manifest["contents"]:
+        engine.scheduler.set_step(manifest["schedule_step"])
+        engine.guard.total = manifest["skipped_steps"]
+        engine.guard.in_a_row = manifest["skipped_in_a_row"]
+        if manifest["num_ranks"] == ranks.count:
+            ranks.run_on_all(lambda: load_random_state(folder / "random" / f"{ranks.mine}.json"))
 
 
 def weights(engine: TrainEngine) -> dict[str, Tensor]:

@@ -18,7 +18,7 @@ from workers.models.causal_lm import Head, empty_model
 from workers.models.load import SCORE, load_weights
 from workers.models.lora import add_adapter, merged_tensors, save_adapter
 from workers.models.memory_shapes import meta_model
-from workers.models.nf4 import quantize_base
+from workers.models.quantize import quantize_base
 from workers.models.state import named_state
 from workers.training.checkpoint import reject_other_model, stored_weights
 from workers.training.hf_export import write_model_folder

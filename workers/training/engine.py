@@ -63,7 +63,7 @@ from workers.training.optim import (
 )
 from workers.training.out_of_memory import run_to_the_end
 from workers.training.packing import Work, check_rows
-from workers.training.readings import INPUTS, TOKENS, Reading
+from workers.training.passes import INPUTS, TOKENS, Reading
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
@@ -99,11 +99,11 @@ class TrainEngine(Model):
         self.optimizer: torch.optim.Optimizer | None = None
         self.has_gradients = False
         self.kept_gradients: dict[int, Tensor] = {}
+        """Gradients by number of the parameter (`workers.training.gradient_products`)."""
         self.gradient_norms: dict[str, float] | None = None
         """Weight -> the norm of its gradient in the last step; None if they are not recorded."""
-        """Gradients by number of the parameter (`workers.training.gradient_products`)."""
         self.smaller_budgets: dict[MicroBatchBudget, MicroBatchBudget] = {}
-        """Budget that ran out of memory -> smaller budget that fitted (`smaller_passes`)."""
+        """Budget that ran out of memory -> smaller budget that fitted (see `training.update`)."""
         self.work = Work()
         """What the rows of the passes needed, since a call reset it (`mfu.utilization`)."""
         self.names_of_step: list[str] = []

@@ -27,21 +27,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gib
-from verl_like.process.worker import Worker
-from workers.models.tensor_files import FileWriter, byte_view
+from workers.models.tensor_files import LEAST_BYTES, FileWriter, byte_view
 from workers.parallel.offload import lock_pages
 from workers.training import write_copy
 
-LEAST_BYTES = 16 * 2**20
-"""Smaller files are written directly, which is faster than a copy and a separate process."""
 MOST_OF_FREE = 0.5
 """Largest fraction of the free host memory that new copies, one per rank of the host, may take."""
 LOWEST_PRIORITY = 19
@@ -49,47 +44,6 @@ LOWEST_PRIORITY = 19
 Files = dict[str, dict[str, int]]
 """Name within a role's folder -> bytes and crc32."""
 logger = logging.getLogger(__name__)
-
-
-class BackgroundSaves(Worker):
-    """A worker whose `save_checkpoint` passes its large files to `self.copies`."""
-
-    background_from_bytes: ClassVar[int] = LEAST_BYTES
-    """Smaller files are written immediately, while the caller waits."""
-    copies: FileCopies | None = None
-    """Copies files while `start_checkpoint` runs; None means that files are written immediately."""
-    _own_copies: FileCopies | None = None
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def start_checkpoint(self, path: str, step: int = 0) -> bool:
-        """Run `save_checkpoint`, but copy large files to host memory, to be written later.
-
-        Return True if any file was copied.
-        """
-        if self._own_copies is None:
-            self._own_copies = FileCopies(self.background_from_bytes)
-        self._own_copies.begin(Path(path))
-        self.copies = self._own_copies
-        try:
-            self.save_checkpoint(path, step)
-        finally:
-            self.copies = None
-        return self._own_copies.has_files
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
-    def write_checkpoint(self) -> Files:
-        """Write the copied files, concurrently with other work."""
-        assert self._own_copies is not None, "start_checkpoint comes first"
-        try:
-            return self._own_copies.write()
-        except CheckpointError as error:
-            raise CheckpointError(f"rank {self.rank}: {error}") from error
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL, concurrent=True)
-    def hurry_checkpoint(self, is_wanted: bool = True) -> None:
-        """Write the rest at normal priority, or stop if the checkpoint is no longer wanted."""
-        assert self._own_copies is not None, "start_checkpoint comes first"
-        self._own_copies.hurry(is_wanted)
 
 
 class FileCopies(FileWriter):

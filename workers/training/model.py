@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -24,19 +24,17 @@ from torch import Tensor, nn
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import Head
-from workers.models.lora import adapter_parts, merged_tensors, split_tensors
 from workers.models.precision import Precision
 from workers.models.state import named_state, persistent_buffers
 from workers.models.support import Support
-from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import GradientWatch, full_tensor, reshard, tensor_on_first
 from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident
+from workers.parallel.sharding import ParallelDims
 from workers.training.attention import VarlenKernel, packed_rows
 from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.packing import Feed, RowPasses
 from workers.training.role_model import RoleModelSpec
-from workers.weights.checksum import checksum_of
 
 if TYPE_CHECKING:
     from workers.models.image_input import ImageInput
@@ -180,10 +178,10 @@ class Model:
             for part in self.parts:
                 stack.enter_context(part.computing())
             if self.device.type == "cpu" and not self.is_compiled:
-                from workers.cpu import linear, onednn
+                from workers.cpu import onednn
 
                 if not onednn.mkl_is_faster():
-                    stack.enter_context(linear.onednn_linears(self.module))
+                    stack.enter_context(onednn.onednn_linears(self.module))
             if self.packs:
                 stack.enter_context(packed_rows(self.module, self.kernel, self.is_compiled))
             yield
@@ -221,12 +219,15 @@ class Model:
         do not modify it.
         """
         fixed_dtype = {name for name, _ in persistent_buffers(self.module)}
-        if not merged:
-            fixed_dtype |= adapter_parts(self.module)
-        arranged = merged_tensors if merged else split_tensors
+        arranged: Arrange = iter
+        if self.model_config.lora_rank > 0:
+            from workers.models.lora import adapter_parts, merged_tensors, split_tensors
+
+            arranged = partial(merged_tensors if merged else split_tensors, self.module)
+            fixed_dtype |= set() if merged else adapter_parts(self.module)
 
         def arrange(named: Iterable[tuple[str, Tensor]]) -> Named:
-            for name, tensor in arranged(self.module, named):
+            for name, tensor in arranged(named):
                 keeps = dtype is None or name in fixed_dtype or not tensor.is_floating_point()
                 yield name, tensor if keeps else tensor.to(dtype)
 
@@ -250,6 +251,8 @@ class Model:
 
         Collective: every rank must call this.
         """
+        from workers.weights.checksum import checksum_of
+
         return checksum_of(self.named_full_tensors(dtype=dtype))
 
 

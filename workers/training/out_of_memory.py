@@ -2,7 +2,8 @@
 
 A rank that fails in a pass leaves the others waiting in the next collective. So it runs the passes
 of the mini-batch again, over rows without tokens and without the collectives that it has started.
-At the end all ranks learn of the failure, and can repeat the mini-batch (`smaller_passes`).
+At the end all ranks learn of the failure, and can repeat the mini-batch
+(`workers.training.update`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.training.microbatch import MicroBatches, dummy_of
+from workers.training.microbatch import (
+    MicroBatches,
+    dummy_of,
+)
 
 if TYPE_CHECKING:
     from workers.training.model import Model

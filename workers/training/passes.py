@@ -1,17 +1,101 @@
-"""Forward and backward passes of a model over the micro-batches of a batch."""
+"""Forward and backward passes: the outputs that are read from them, and their order.
+
+reading.outputs(columns, wanted)                # runs the passes of one micro-batch
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from verl_like.batch.ragged import RaggedTensor
+from verl_like.errors import BatchError
 from workers.parallel.fsdp import begin_pass
-from workers.training.lm_head import DEFAULT, TokenOutputs
+from workers.parallel.offload import to_device
+from workers.training.lm_head import DEFAULT, TokenOutputs, token_columns
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatches, RowColumns
-from workers.training.readings import Reading
+from workers.training.packing import Feed, read
+
+if TYPE_CHECKING:
+    from workers.training.model import Model
+
+TOKENS = ("input_ids", "attention_mask", "position_ids")
+INPUTS = (*TOKENS, "responses", "response_mask")
+"""Columns that every pass over responses reads."""
+
+
+class Reading:
+    """Reads the log-probs (token head) or the values (scalar head) of the response tokens."""
+
+    inputs: Sequence[str] = INPUTS
+    """Columns that a forward pass reads."""
+    folder_settings: Mapping[str, Any] = {}
+    """Fields that `config.json` of an exported folder has in addition to the model's fields."""
+    model: Model
+
+    def begin(self, model: Model) -> None:
+        """Called once with the loaded model."""
+        self.model = model
+
+    def reads(self, columns: RowColumns) -> RaggedTensor:
+        """Mark the tokens whose next token is a response token inside the mask."""
+        ids, mask = columns["input_ids"], columns["response_mask"]
+        lengths = mask.lengths.flatten()
+        # responses are at the end of their rows
+        shifts = ids.lengths.flatten().cumsum(0) - lengths.cumsum(0) - 1
+        places = torch.arange(len(mask.values)) + shifts.repeat_interleave(lengths)
+        inside = mask.values != 0
+        first = (ids.lengths <= mask.lengths).flatten().nonzero().squeeze(1)
+        if len(first):  # rows without a prompt: no earlier token predicts their first token
+            begins = (lengths.cumsum(0) - lengths)[first]
+            if inside[begins[lengths[first] > 0]].any():
+                raise BatchError(
+                    "a row's first token is inside its response_mask; its log-prob would be read "
+                    "at the token before it, which does not exist. Use a prompt of at least one "
+                    "token."
+                )
+        reads = torch.zeros(len(ids.values), dtype=torch.bool)
+        reads[places[inside]] = True
+        result: RaggedTensor = ids.with_values(reads)
+        return result
+
+    def feeds(self, columns: RowColumns) -> list[Feed]:
+        """Return the arguments of the forward passes over a micro-batch: one pass."""
+        return [self.model.feed(columns, self.reads(columns))]
+
+    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
+        """Run a forward pass; return [rows, R] columns, zero outside the response mask."""
+        model, device = self.model, self.model.device
+        mask = columns["response_mask"]
+        inside = mask.values != 0
+        feed = model.feed(columns, self.reads(columns))
+        if model.head == "token":
+            labels = columns["responses"].values[inside]
+            if feed.split is not None:
+                labels = feed.split.of_rank(labels)
+            numbers = token_columns(
+                model.module,
+                feed,
+                to_device(labels, device),
+                wanted,
+                may_chunk=model.model_config.use_fused_kernels,
+                vocab=model.vocab,
+                fused=model.is_compiled,
+            )
+        else:
+            numbers = {"values": read(model.module, feed)[:, 0].float()}
+        numbers = feed.gathered(numbers)
+
+        inside = to_device(inside, device)
+        return {
+            name: mask.with_values(column.new_zeros(len(inside)).masked_scatter(inside, column))
+            for name, column in numbers.items()
+        }
+
 
 Named = Iterator[tuple[str, Tensor]]
 

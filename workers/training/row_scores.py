@@ -22,7 +22,7 @@ from workers.training.engine import TrainEngine
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.microbatch import MicroBatchBudget, RowColumns
 from workers.training.packing import Feed, read
-from workers.training.readings import TOKENS, Reading
+from workers.training.passes import TOKENS, Reading
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, nearest
-from workers.models.lora import NAME, adapted_layers, initial_value, is_adapter
-from workers.models.state import local_rows, local_shard
+from workers.models.lora import NAME, adapted_layers, initial_value
+from workers.models.state import is_adapter, local_rows, local_shard
 from workers.training.engine import TrainEngine
 
 BASE = ""

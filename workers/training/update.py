@@ -3,37 +3,47 @@
 Example:
 
     metrics = update(engine, data, loss, mini_batch_size=64, budget=MicroBatchBudget(rows=8))
+
+A mini-batch is repeated in smaller passes if the GPU of a rank runs out of memory. `WeightSample`
+estimates the fraction of the weights that an update changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from verl_like.errors import BatchError
-from workers.training.changes import WeightSample
+from workers.models.state import local_shard
+from workers.parallel.placements import is_first_replica, shard_slices
 from workers.training.loss import Loss
 from workers.training.microbatch import (
     MicroBatchBudget,
     MiniBatch,
     Rows,
+    all_reduce,
     count_mini_batches,
     floats,
     mini_batch,
 )
 from workers.training.optim import OptimStepSettings
-from workers.training.smaller_passes import fitting_budget, forward_backward_with_retry
+from workers.training.out_of_memory import can_repeat
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from workers.training.engine import TrainEngine
+    from workers.training.model import Model
 
-
+logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
@@ -127,3 +137,91 @@ def epoch_rows(rows: Rows, epochs: int, seed: int | None, update_call: int) -> l
         places = torch.from_numpy(generator.permutation(rows.total))
         orders.append(replace(rows, places=places[numbers]))
     return orders
+
+
+def forward_backward_with_retry(
+    engine: TrainEngine, batch: MiniBatch, budget: MicroBatchBudget, loss: Loss
+) -> dict[str, Tensor]:
+    """Run `engine.forward_backward` with this budget, or with a smaller one if memory runs out.
+
+    Repeating the mini-batch computes the same gradients, as sums over more passes. The engine
+    remembers which smaller budget fitted.
+    """
+    is_balanced = loss.is_balanced and engine.settings.router_aux_loss_coef > 0
+    may_repeat = not is_balanced and can_repeat(engine, engine.has_gradients)
+    while True:
+        fitting = fitting_budget(engine, batch, budget)
+        try:
+            return engine.forward_backward(batch, fitting, loss)
+        except torch.OutOfMemoryError as error:
+            halved = fitting.halved() if may_repeat else None
+            smaller = halved and halved.with_room(_longest(engine, batch))
+            if smaller is None or smaller == fitting:
+                raise
+            message = str(error).partition(". ")[0]
+        # outside the handler, the error is gone, and with it the frames that reference activations
+        torch.cuda.empty_cache()
+        logger.warning(
+            "%s: the mini-batch is repeated in passes of %s instead of %s. To avoid the failed "
+            "pass, set %s to this size.",
+            message,
+            smaller,
+            fitting,
+            fitting.keys,
+        )
+        engine.smaller_budgets[budget] = smaller
+
+
+def fitting_budget(
+    engine: TrainEngine, batch: MiniBatch, budget: MicroBatchBudget
+) -> MicroBatchBudget:
+    """Return this budget, or the smaller one that fitted after it ran out of memory."""
+    smaller = engine.smaller_budgets.get(budget)
+    return budget if smaller is None else smaller.with_room(_longest(engine, batch))
+
+
+def _longest(engine: TrainEngine, batch: MiniBatch) -> int:
+    """Return the number of tokens of the longest row of any rank, for which a budget has room."""
+    lengths = engine.row_passes.lengths(engine.reading.reads(batch.columns))
+    longest = torch.tensor(max(lengths, default=0))
+    return int(all_reduce(longest, engine.groups.data, dist.ReduceOp.MAX))
+
+
+LARGEST_SAMPLE = 4096
+"""Elements of a weight that are compared."""
+
+
+class WeightSample:
+    """Copies of some elements of every trained weight, the same elements for every sharding."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.before = [elements.clone() for _, elements in self._elements()]
+
+    def changed_fraction(self) -> float:
+        """Return the estimated fraction of changed weights; collective."""
+        changed, total = torch.zeros((), dtype=torch.int64, device=self.model.device), 0
+        for before, (share, now) in zip(self.before, self._elements(), strict=True):
+            changed += share * (now != before).sum()
+            total += share * now.numel()
+        counts = torch.stack([changed, changed.new_tensor(total)])
+        num_changed, num_weights = all_reduce(counts, self.model.groups.world).tolist()
+        return float(num_changed / max(num_weights, 1))
+
+    def _elements(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield views of this rank's elements, and the number of weights that each represents."""
+        named = self.model.module.named_parameters()
+        for name, weight in named:
+            is_copy = isinstance(weight, DTensor) and not is_first_replica(weight)
+            if not weight.requires_grad or name in self.model.layers.copies or is_copy:
+                continue
+            per_dim = LARGEST_SAMPLE ** (1 / max(weight.dim(), 1))
+            strides = [math.ceil(size / per_dim) for size in weight.shape]
+            local = local_shard(weight)
+            for part in shard_slices(weight):
+                # the multiples of the stride in the whole tensor
+                places = tuple(
+                    slice(here.start + -there.start % stride, here.stop, stride)
+                    for here, there, stride in zip(part.local, part.place, strides, strict=True)
+                )
+                yield math.prod(strides), local[places]

@@ -34,6 +34,7 @@ from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
 from workers.parallel.offload import lock_pages
 from workers.weights.checksum import (
+    HOST,
     NamedTensors,
     Stopwatch,
     copy_hashed,
@@ -48,32 +49,12 @@ ALIGNMENT = 16
 """The offset of a tensor in its bucket is a multiple of this, so that any dtype can be read."""
 END = -1
 """Sent instead of a bucket's size, after the last bucket."""
-HOST = torch.device("cpu")
 Manifest = dict[str, list[Any]]
 """The dtype, shape and hash of tensors, by name."""
 AllocateBuffer = Callable[[int, int], Tensor]
 """A function that returns a buffer for a bucket, given the bucket's number and size."""
 _LENGTHS = Struct("<qq")
 """The first bytes of a header: the size of the bucket, and the length of the header's JSON."""
-
-
-@dataclass(frozen=True)
-class PublishReport:
-    """The result of publishing on one rank; has default values on ranks that do not send."""
-
-    num_bytes: int = 0
-    hash_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One rank's result of a sync: its error, the number of bytes, and the seconds of hashing."""
-
-    error: str | None = None
-    num_bytes: int = 0
-    hash_s: float = 0.0
-    voted: bool = True
-    """True if the rank reached the vote: all ranks were present, and no transfer was aborted."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from workers.models.tensor_files import byte_view
 
+HOST = torch.device("cpu")
 NamedTensors = Iterable[tuple[str, Tensor]]
 NumberedTensor = tuple[torch.Size, Tensor]
 """The shape of a tensor, and its hash as a tensor with one element."""

@@ -21,8 +21,8 @@ from verl_like.errors import WeightSyncError
 from workers.models.lora import PARTS, merged_weight, shapes_differ
 from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
-from workers.weights.channel import HOST, Channel, Manifest, fill_buckets
-from workers.weights.checksum import NamedTensors, as_integers, hash_of
+from workers.weights.channel import Channel, Manifest, fill_buckets
+from workers.weights.checksum import HOST, NamedTensors, as_integers, hash_of
 from workers.weights.module_writer import describe_problems, raise_problems
 
 

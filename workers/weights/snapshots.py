@@ -10,14 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from verl_like.errors import WeightSyncError
-from workers.weights.channel import (
-    Bucket,
-    Manifest,
-    PublishReport,
-    allocate_buffer,
-    fill_buckets,
-)
+from workers.weights.channel import Bucket, Manifest, allocate_buffer, fill_buckets
 from workers.weights.checksum import NamedTensors, Stopwatch, fetched
+from workers.weights.sync import PublishReport
 
 
 class Snapshot:

@@ -6,10 +6,9 @@
     deliver_weights(actor, rollout_2, version)       # at the same time, from another thread
 
 A rollout in the actor's processes uses the weights by reference or copies them
-(`rollout.update_weights`). Other rollouts receive them (`workers.weights.sender`, `.receiver`). In
-both cases each rank first loads and verifies the weights (names, shapes, bytes). Then all ranks
-vote, and only a unanimous vote changes the version. Otherwise the engines stay stale and do not
-generate.
+(`rollout.update_weights`). Other rollouts receive them (`workers.weights.transfer`). In both cases
+each rank first loads and verifies the weights (names, shapes, bytes). Then all ranks vote, and only
+a unanimous vote changes the version. Otherwise the engines stay stale and do not generate.
 """
 
 from __future__ import annotations
@@ -18,17 +17,36 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, ParamSpec
 
 from verl_like.calls.future import gather
 from verl_like.errors import VerlLikeError, WeightSyncError
-from workers.weights.channel import PublishReport, SyncReport
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 ALONE_S = 3.0
 """Seconds that one side of a sync may continue after the other has failed."""
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """The result of publishing on one rank; has default values on ranks that do not send."""
+
+    num_bytes: int = 0
+    hash_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One rank's result of a sync: its error, the number of bytes, and the seconds of hashing."""
+
+    error: str | None = None
+    num_bytes: int = 0
+    hash_s: float = 0.0
+    voted: bool = True
+    """True if the rank reached the vote: all ranks were present, and no transfer was aborted."""
 
 
 class WeightsRejectedError(WeightSyncError):

@@ -13,9 +13,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from trainer.api.rewards import reward_list
 from verl_like.errors import ConfigError
-from workers.rewards.failures import with_source
+from workers.rewards.call import FunctionSpec
 from workers.rewards.functions import gsm8k
-from workers.rewards.process import FunctionSpec
+from workers.rewards.outcome import with_source
 from workers.rewards.scorer import Scorer
 
 SAMPLE = {"solution_str": "aab", "raw_prompt": "say a", "letter": "a"}

@@ -16,7 +16,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
 from workers.roles.rollout import ASK, RolloutWorker
-from workers.weights.channel import SyncReport
+from workers.weights.sync import SyncReport
 
 GENERATION_S = 6.0
 SEND_S = LEARN_S = 0.2

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from trainer.data import lm_rows, prompt_table
+from trainer.data import lm_rows, prompt_table, row_cache
 from trainer.data.lm_rows import read_lm_rows
 from trainer.data.loader import digest_of_rows
 from trainer.data.pairs import read_labeled, read_pairs
-from trainer.data.prompt_table import cache_folder
 from trainer.data.prompts import load_tokenizer
+from verl_like.files import cache_folder
 
 Row = dict[str, Any]
 LM = [{"text": "a" * (number + 1)} for number in range(7)] + [{"prompt": "b", "response": "cd"}]
@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[Callable[..., list[Any]], list[Row]]] = {
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every file count as a large one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(prompt_table, "ROWS_PER_BLOCK", 3)
+    monkeypatch.setattr(row_cache, "ROWS_PER_BLOCK", 3)
     monkeypatch.setattr(prompt_table, "CACHED_FROM_BYTES", 0)
 
 

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.data import prompt_table
+from trainer.data import prompt_table, row_cache
 from trainer.data.config import DataConfig
 from trainer.data.prompt_table import (
     Encoded,
-    cache_folder,
     cached_prompts,
     prompts_in_memory,
 )
 from trainer.data.prompts import PromptSet, load_tokenizer
+from verl_like.files import cache_folder
 
 Row = dict[str, Any]
 
@@ -31,7 +31,7 @@ Row = dict[str, Any]
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(prompt_table, "ROWS_PER_BLOCK", 3)
+    monkeypatch.setattr(row_cache, "ROWS_PER_BLOCK", 3)
 
 
 def letters(row: Row) -> Encoded:

@@ -21,7 +21,7 @@ from trainer.rows.preflight import (
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 from workers.memory import RoleMemory
-from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import ParallelDims
 
 
 def dpo(tiny_dir: Path, *more: str) -> PreferenceConfig:

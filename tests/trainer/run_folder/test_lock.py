@@ -18,7 +18,7 @@ import pytest
 from tests.integration.runs import overrides
 from trainer import run
 from trainer.ppo.recipe import load_config
-from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.folder import FolderLock
 from verl_like.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def test_the_second_run_is_rejected_with_host_and_pid_of_the_first(tmp_path: Pat
 
 KILLED = """
 import os, subprocess, sys
-from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.folder import FolderLock
 FolderLock(sys.argv[1]).__enter__()
 child = subprocess.Popen(["sleep", "60"], stdout=subprocess.DEVNULL, close_fds=False)
 print(child.pid, flush=True)

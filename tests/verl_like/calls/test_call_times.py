@@ -10,7 +10,7 @@ import torch
 
 from tests.verl_like.fake_transport import fake_group
 from verl_like import DataProto
-from verl_like.calls.diagnose import CallTimes, Deadlines
+from verl_like.calls.deadlines import CallTimes, Deadlines
 from verl_like.errors import WaitTimeoutError
 
 LIMITS = Deadlines(call_s=7200.0, min_call_s=60.0)

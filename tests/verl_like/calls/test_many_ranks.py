@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import WorkerFuture
 from verl_like.calls.transport import Transport
 from verl_like.calls.wire import Header, Pending, RemoteError

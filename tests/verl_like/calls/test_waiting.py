@@ -16,7 +16,7 @@ from tests.verl_like.sample_workers import Adder, Faulty
 from tests.waiting import wait_until_ended
 from verl_like import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, gather
 from verl_like.calls import future
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
 QUICK = Deadlines(start_s=180, rendezvous_s=2, call_s=60, warn_s=0.2, grace_s=2)

@@ -10,12 +10,8 @@ import pytest
 
 from trainer import PPO, run
 from verl_like.errors import ConfigError
-from verl_like.process.sandbox import (
-    MARK,
-    _restrict_with_landlock,
-    isolate_network,
-    visible_environment,
-)
+from verl_like.process.kernel_limits import _restrict_with_landlock, isolate_network
+from verl_like.process.sandbox import MARK, visible_environment
 
 
 def test_the_visible_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

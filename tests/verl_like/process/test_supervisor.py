@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.process.supervisor import _memory_of_descriptors, _OutputForwarder, remove_folder
+from verl_like.process.sandbox import remove_folder
+from verl_like.process.supervisor import _memory_of_descriptors, _OutputForwarder
 
 DEPTH = 1100
 """More levels than `shutil.rmtree` of Python 3.11 can recurse into."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl_like.errors import BatchError
-from verl_like.tensor_ops import (
+from verl_like.tensor_ops.balance import (
     get_group_balanced_partitions,
     get_reverse_idx,
     get_seqlen_balanced_partitions,

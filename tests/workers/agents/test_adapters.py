@@ -25,9 +25,9 @@ from tests.waiting import wait_until
 from trainer.cli import check_environment
 from verl_like.errors import ConfigError
 from workers.agents import EnvironmentAdapter, Observation, TrajectoryEnd
-from workers.agents.episode import Episode
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec, in_full
+from workers.agents.process import Episode
 
 HERE = "tests.workers.agents.test_adapters"
 SEEDS = (0, 1)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.forked import start_python
 from tests.waiting import wait_until_ended
-from verl_like.process import child, supervisor
+from verl_like.process import child, pool
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec
 
@@ -113,7 +113,7 @@ def test_code_that_kills_its_supervisor_is_killed(
 def test_a_paused_supervisor_ends_as_soon_as_its_host_closes(
     host: EnvironmentHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "END_S", 60.0)
+    monkeypatch.setattr(pool, "END_S", 60.0)
     play(host, 0, 1, act="supervisor is paused", note=str(tmp_path / "note"))
     begin = time.monotonic()
     host.close()

@@ -29,7 +29,7 @@ from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
 from workers.training.packing import RowPasses
-from workers.training.readings import Reading
+from workers.training.passes import Reading
 from workers.training.row_scores import RowScores
 
 PROMPT, WIDTH = 16, 160

@@ -28,7 +28,7 @@ def print_changes() -> None:
     environment = dict(os.environ)
     for package in foreign.OURS:
         import_all(package)
-    assert "workers.cpu.linear" in sys.modules
+    assert "workers.cpu.onednn" in sys.modules
     changes = {
         "loaded before the first snapshot": foreign.EARLY,
         "CPU kernels loaded by engines on other devices": foreign.KERNELS,
@@ -53,14 +53,14 @@ def changed_by_engines(tiny_dir: Path) -> dict[str, Any]:
     from transformers.models.llama import modeling_llama
 
     from tests import foreign_functions as foreign
-    from workers.cpu import linear
+    from workers.cpu import onednn
     from workers.roles.actor import ActorWorker
     from workers.rollout.base import EngineLimits, SamplingParams
     from workers.rollout.native.engine import NativeRolloutEngine
     from workers.rollout.sample import Sample
     from workers.training.microbatch import MicroBatchBudget
 
-    linear.MIN_MULTIPLICATIONS = 1
+    onednn.MIN_MULTIPLICATIONS = 1
     before, vars_before = foreign.snapshot(), dict(vars(modeling_llama))
     actor = started(ActorWorker, tiny_config(tiny_dir), 1)
     with actor.engine.running():

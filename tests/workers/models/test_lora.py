@@ -26,13 +26,8 @@ from workers.config import ModelConfig, OptimConfig, WorkersConfig
 from workers.models.attention import log_once
 from workers.models.causal_lm import ScalarHeadModel
 from workers.models.load import load_model
-from workers.models.lora import (
-    adapted_layers,
-    add_adapter,
-    is_adapter,
-    merged_tensors,
-    save_adapter,
-)
+from workers.models.lora import adapted_layers, add_adapter, merged_tensors, save_adapter
+from workers.models.state import is_adapter
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.reference import ReferenceWorker

@@ -19,7 +19,7 @@ from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.config import ModelConfig, ParallelConfig
-from workers.cpu import linear as cpu_linear
+from workers.cpu import onednn
 from workers.cpu.allocator import keep_freed_memory
 from workers.memory import LargestPass, RoleMemory, memory_of
 from workers.models import memory_shapes
@@ -68,7 +68,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def worker(small: Path, monkeypatch: pytest.MonkeyPatch) -> ActorWorker:
     """An actor that computes as on a GPU, without oneDNN's linear layers."""
-    monkeypatch.setattr(cpu_linear, "onednn_linears", nullcontext)
+    monkeypatch.setattr(onednn, "onednn_linears", nullcontext)
     actor = ActorWorker(tiny_config(small))
     actor.init_model(1)
     return actor
@@ -175,7 +175,7 @@ def test_an_update_uses_the_memory_of_the_shapes(small: Path, worker: ActorWorke
 
 def bytes_of_a_rank(small: Path) -> tuple[int, int]:
     """Return bytes of the weights and of a pass's activations, over two tensor-parallel ranks."""
-    cpu_linear.onednn_linears = nullcontext
+    onednn.onednn_linears = nullcontext
     actor = ActorWorker(tiny_config(small, parallel=ParallelConfig(tp=2)))
     actor.init_model(1)
     shards: Any = [local_shard(weight) for weight in actor.engine.parameters()]

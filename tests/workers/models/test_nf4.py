@@ -16,9 +16,10 @@ from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, OptimConfig
 from workers.models.causal_lm import language_half
-from workers.models.lora import adapted_layers, is_adapter
+from workers.models.lora import adapted_layers
 from workers.models.memory_shapes import model_shapes
-from workers.models.nf4 import NF4Weight, check_nf4
+from workers.models.quantize import NF4Weight, check_nf4
+from workers.models.state import is_adapter
 from workers.parallel.sharding import resolve_sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.reference import ReferenceWorker

@@ -16,14 +16,9 @@ from verl_like.errors import ConfigError
 from workers.config import ModelConfig
 from workers.cpu import onednn
 from workers.models import quantize
+from workers.models.causal_lm import quantizable
 from workers.models.load import load_model
-from workers.models.quantize import (
-    Int8Weight,
-    check_device,
-    is_quantized,
-    quantizable,
-    quantize_linears,
-)
+from workers.models.quantize import Int8Weight, check_device, is_quantized, quantize_linears
 
 CPU = torch.device("cpu")
 

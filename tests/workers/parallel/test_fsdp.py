@@ -19,10 +19,9 @@ from verl_like.errors import ConfigError
 from verl_like.process.worker import Worker
 from workers.config import FSDPConfig, OptimConfig
 from workers.models.load import PickledTensors, load_model
-from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor
 from workers.parallel.groups import RankGroups
-from workers.parallel.sharding import resolve_sharding
+from workers.parallel.sharding import ParallelDims, resolve_sharding
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import MicroBatchBudget
 

@@ -6,8 +6,7 @@ import pytest
 
 from verl_like.errors import ConfigError
 from workers.config import FSDPConfig, ParallelConfig
-from workers.parallel.dims import ParallelDims
-from workers.parallel.sharding import dims_of, resolve_sharding
+from workers.parallel.sharding import ParallelDims, dims_of, resolve_sharding
 
 
 def test_the_axes_fill_the_pool() -> None:

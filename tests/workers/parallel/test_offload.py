@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
-from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import full_tensor, shard
 from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident
 from workers.parallel.placements import local_part
-from workers.parallel.sharding import Sharding
+from workers.parallel.sharding import ParallelDims, Sharding
 
 GPU = torch.device("cuda")
 OFFLOADS = Sharding("fsdp", 1, param_offload=True, optimizer_offload=True)

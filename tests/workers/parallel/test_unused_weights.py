@@ -15,7 +15,6 @@ from verl_like.batch.protocol import DataProto
 from verl_like.process.worker import Worker
 from workers.config import OptimConfig
 from workers.parallel import sharding
-from workers.parallel.dims import ParallelDims
 from workers.parallel.fsdp import (
     GradientWatch,
     add_up_gradients,
@@ -24,6 +23,7 @@ from workers.parallel.fsdp import (
     shard,
 )
 from workers.parallel.groups import RankGroups
+from workers.parallel.sharding import ParallelDims
 from workers.roles.actor import ActorWorker
 from workers.training.loss import lm_loss
 from workers.training.microbatch import MicroBatchBudget

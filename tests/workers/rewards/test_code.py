@@ -17,19 +17,19 @@ from typing import Any
 import pytest
 
 from verl_like.errors import ConfigError
+from verl_like.process.kernel_limits import can_restrict_writes
 from verl_like.process.machine import descendants
-from verl_like.process.sandbox import can_restrict_writes
-from workers.rewards.asserts import read_assert
+from workers.rewards.call import FunctionSpec
 from workers.rewards.code import (
     _evaluator,
     _runners,
     code_of,
     find_open_assert,
     is_expected,
+    read_assert,
     run_tests,
 )
 from workers.rewards.functions import default_compute_score
-from workers.rewards.process import FunctionSpec
 from workers.rewards.program import Program
 from workers.rewards.scorer import Scorer
 
@@ -52,7 +52,7 @@ def score(code: str, tests: Any = SUMS, **limits: Any) -> float:
 
 
 def has_namespaces() -> bool:
-    program = "from verl_like.process.sandbox import isolate_network; isolate_network()"
+    program = "from verl_like.process.kernel_limits import isolate_network; isolate_network()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     return done.returncode == 0
 

@@ -11,8 +11,8 @@ import pytest
 
 from verl_like.process.pool import Pool
 from workers.rewards import scorer
+from workers.rewards.call import FunctionSpec
 from workers.rewards.outcome import LATE
-from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
 FUNCTION = """

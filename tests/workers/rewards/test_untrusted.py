@@ -21,8 +21,8 @@ from verl_like.process import child
 from verl_like.process.machine import descendants
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import MOST_OUTPUT
+from workers.rewards.call import FunctionSpec
 from workers.rewards.outcome import LATE
-from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
 UNTRUSTED = """
@@ -314,7 +314,7 @@ def test_a_function_that_kills_its_supervisor_is_killed(
 def test_a_paused_supervisor_ends_as_soon_as_its_scorer_stops(
     untrusted: UntrustedScorers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_like.process.supervisor.END_S", 60.0)
+    monkeypatch.setattr("verl_like.process.pool.END_S", 60.0)
     begin = time.monotonic()
     untrusted("stopped supervisor", deadline=19.0)
     untrusted.stop(deadline=19.0)

@@ -15,8 +15,8 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongPenaltyConfig, RewardConfig
 from workers.rewards import weighted
-from workers.rewards.failures import MOST_KINDS, FailureLog, group_by_kind
 from workers.rewards.manager import TermScores
+from workers.rewards.outcome import MOST_KINDS, FailureLog, group_by_kind
 from workers.rewards.weighted import (
     SKIPPED,
     Rewards,

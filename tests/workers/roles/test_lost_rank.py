@@ -15,7 +15,7 @@ import pytest
 from tests.verl_like.groups import start
 from tests.workers.samples import make_batch, tiny_config
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import WorkerDiedError
 from workers.config import WorkersConfig
 from workers.roles.actor import ActorWorker

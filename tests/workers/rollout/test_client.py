@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from workers.rollout.client import RolloutClient, Submission
 
 

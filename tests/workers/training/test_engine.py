@@ -21,7 +21,7 @@ from tests.workers.samples import (
 )
 from verl_like.errors import ConfigError
 from workers.config import LOSS_AGG_MODES, OptimConfig
-from workers.cpu import linear
+from workers.cpu import onednn
 from workers.models.causal_lm import checkpointed_layers
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
@@ -48,7 +48,7 @@ def on_ranks(
     if is_large:
         sharding.SMALL_ELEMENTS = 0
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        linear.MIN_MULTIPLICATIONS = 1
+        onednn.MIN_MULTIPLICATIONS = 1
     config = tiny_config(
         tiny_dir,
         loss_agg_mode="seq-mean-token-mean",

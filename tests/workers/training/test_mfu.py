@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.workers.samples import make_batch, started, tiny_config
-from workers.cpu import linear
+from workers.cpu import onednn
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training import mfu as utilization
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def torch_counts_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable oneDNN: torch's counter counts only its own matrix products."""
-    monkeypatch.setattr(linear, "MIN_MULTIPLICATIONS", 2**60)
+    monkeypatch.setattr(onednn, "MIN_MULTIPLICATIONS", 2**60)
 
 
 def worker(cls: type, tiny_dir: Any, **model: Any) -> Any:

@@ -19,7 +19,7 @@ from workers.training.microbatch import (
     mini_batch,
 )
 from workers.training.packing import RowPasses
-from workers.training.readings import Reading
+from workers.training.passes import Reading
 
 CPU = torch.device("cpu")
 NAMES = ("responses", "response_mask", "attention_mask")

@@ -19,7 +19,7 @@ from workers.training.attention import LocalMask, RowLayout, packed_attention
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
 from workers.training.packing import RowPasses, needed_lengths
-from workers.training.readings import Reading
+from workers.training.passes import Reading
 from workers.training.row_scores import RowScores
 
 CPU = torch.device("cpu")

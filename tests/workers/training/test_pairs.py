@@ -23,7 +23,7 @@ from workers.training.engine import INPUTS
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.packing import RowPasses, Work
-from workers.training.readings import Reading
+from workers.training.passes import Reading
 from workers.training.row_scores import Pairs, RowScores
 
 PAIRS = 5

@@ -18,7 +18,7 @@ from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training.loss import Loss, lm_loss
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.smaller_passes import forward_backward_with_retry
+from workers.training.update import forward_backward_with_retry
 
 
 def tiny_actor(tiny_dir: Path, **actor: Any) -> ActorWorker:

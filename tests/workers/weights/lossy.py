@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from verl_like.calls.dispatch import Dispatch, register
 from workers.roles.actor import ActorWorker
-from workers.weights.channel import Bucket, Channel, SyncReport
-from workers.weights.sender import WeightSender
+from workers.weights.channel import Bucket, Channel
+from workers.weights.sync import SyncReport
+from workers.weights.transfer import WeightSender
 
 
 class LossyChannel(Channel):

@@ -21,7 +21,7 @@ from tests.workers.stand_ins import (
     versions,
 )
 from verl_like.process.store import SignedStore
-from workers.weights import connection, sender
+from workers.weights import channel, connection
 from workers.weights.channel import ALIGNMENT, Bucket, Channel, Connection, fill_buckets
 from workers.weights.checksum import CHUNK, Stopwatch, hash_of
 from workers.weights.sync import sync_weights
@@ -90,7 +90,7 @@ def buckets_through(monkeypatch: pytest.MonkeyPatch, change: Callable[..., Any])
         buckets = fill_buckets(tensors, 100, *arguments)
         return iter(change([Bucket(bucket.entries, bucket.payload.clone()) for bucket in buckets]))
 
-    monkeypatch.setattr(sender, "fill_buckets", changed)
+    monkeypatch.setattr(channel, "fill_buckets", changed)
 
 
 def with_double_payload(buckets: list[Bucket]) -> list[Bucket]:

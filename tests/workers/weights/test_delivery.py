@@ -25,12 +25,10 @@ from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
 from workers.models.tensor_files import byte_view
 from workers.weights import channel, checksum
-from workers.weights.channel import SyncReport
 from workers.weights.checksum import checksum_of
-from workers.weights.receiver import WeightReceiver
-from workers.weights.sender import WeightSender
 from workers.weights.snapshots import Snapshot, Snapshots
-from workers.weights.sync import deliver_weights, publish_weights, sync_weights
+from workers.weights.sync import SyncReport, deliver_weights, publish_weights, sync_weights
+from workers.weights.transfer import WeightReceiver, WeightSender
 
 
 def test_a_sync_during_a_delivery_disturbs_neither(actor: Group) -> None:

@@ -18,16 +18,14 @@ from verl_like.errors import WeightSyncError, WorkerDiedError
 from verl_like.process.info import new_secret
 from verl_like.process.store import SignedStore
 from workers.weights import connection
-from workers.weights.channel import SyncReport
 from workers.weights.connection import (
     Address,
     give_up,
     open_weight_store,
     wait_for_receivers,
 )
-from workers.weights.receiver import WeightReceiver
-from workers.weights.sender import WeightSender
-from workers.weights.sync import publish_weights, sync_weights
+from workers.weights.sync import SyncReport, publish_weights, sync_weights
+from workers.weights.transfer import WeightReceiver, WeightSender
 
 SOON_S = 10.0
 """Half of what ranks wait for one that does not come; on an idle machine it takes 2 s."""

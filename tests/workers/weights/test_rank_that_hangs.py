@@ -17,12 +17,11 @@ from tests.workers.stand_ins import PlainEngine, PlainTrainer
 from tests.workers.weights.test_host_copy import Bring
 from verl_like import Dispatch, Worker, register
 from verl_like.backends import rpc
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
 from workers.weights import channel, connection, sync
-from workers.weights.receiver import WeightReceiver
-from workers.weights.sender import WeightSender
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
+from workers.weights.transfer import WeightReceiver, WeightSender
 
 QUICK = Deadlines(call_s=4.0, grace_s=1.0)
 NO_VOTE = "leaves without a vote"

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.losses.preference.registry import COLUMNS
+from workers.losses.preference import COLUMNS
 
 Batch = dict[str, Any]
 """Columns: tensors [rows, ...], and `index`, an array [rows]."""

@@ -31,13 +31,13 @@ from pathlib import Path
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
-from verl_like.process.sandbox import MARK, Sandbox, isolate_network, restrict_writes
+from verl_like.process.kernel_limits import isolate_network, restrict_writes
+from verl_like.process.sandbox import MARK, Sandbox, remove_folder
 from verl_like.process.supervisor import (
     PR_SET_CHILD_SUBREAPER,
     PR_SET_PDEATHSIG,
     fork_confined,
     prctl,
-    remove_folder,
     watch,
 )
 

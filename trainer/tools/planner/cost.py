@@ -29,7 +29,7 @@ from verl_like.errors import ConfigError, nearest
 from workers.memory import hf_config_of
 from workers.models.memory_shapes import model_shapes
 from workers.models.pass_trace import NOT_TRACED
-from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import ParallelDims
 from workers.training.mfu import PEAKS, attention_width, expert_share
 from workers.training.role_model import RoleModelSpec
 

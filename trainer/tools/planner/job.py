@@ -34,9 +34,8 @@ from verl_like.errors import ConfigError, PlacementError
 from verl_like.placement.roles import expand_roles
 from workers.memory import RoleMemory
 from workers.models.causal_lm import recomputed_layers
-from workers.parallel.dims import ParallelDims
 from workers.parallel.pipeline import num_chunks
-from workers.parallel.sharding import dims_of
+from workers.parallel.sharding import ParallelDims, dims_of
 from workers.parallel.stages import NoStages
 from workers.training.parts import check_axes
 from workers.training.role_model import RoleModelSpec

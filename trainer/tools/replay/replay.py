@@ -25,8 +25,7 @@ from trainer.observers.active import active_observers
 from trainer.observers.saved_batches import STAGES, SavedBatches, batch_file
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.stages import PPOTrainer
-from trainer.run_folder.folder import open_run_folder
-from trainer.run_folder.lock import FolderLock
+from trainer.run_folder.folder import FolderLock, open_run_folder
 from trainer.run_state import Metrics, Run
 from trainer.tools.replay.saved_run import SavedRun
 from trainer.tools.replay.what_if import HEADLINES, Blame, estimate_without, log_prob_change

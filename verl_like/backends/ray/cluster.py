@@ -38,7 +38,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError, few
 from verl_like.placement.plan import ROUNDING
 from verl_like.placement.pools import NodeSpec

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl_like.backends.ray.host import HostActor, local_packages
 from verl_like.backends.ray.pools import RayResourcePool
 from verl_like.backends.ray.transport import RayTransport
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.host import pack_recipes

@@ -20,7 +20,7 @@ from verl_like.backends.ray.cluster import (
     living_nodes,
     within,
 )
-from verl_like.calls.diagnose import Deadlines, WaitClock
+from verl_like.calls.deadlines import Deadlines, WaitClock
 from verl_like.errors import PlacementError, WaitTimeoutError
 from verl_like.placement.plan import ROUNDING
 from verl_like.placement.pools import NodeSpec, PoolManager, ResourcePool, cpu_share

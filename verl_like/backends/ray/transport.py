@@ -35,7 +35,7 @@ from verl_like.backends.ray.cluster import RELEASE_S, ClusterProbe, within
 from verl_like.backends.ray.host import Location
 from verl_like.backends.rpc import ProcessTransport, connect
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import wait_for_start
 from verl_like.calls.transport import AnswerPart, resolve
 from verl_like.calls.wire import SHARED_BYTES, Call, Pending, payload_of

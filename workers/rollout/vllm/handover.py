@@ -29,7 +29,8 @@ from torch import Tensor
 
 from workers.models.classes import meta_class
 from workers.models.folder import read_hf_config
-from workers.models.lora import add_adapter, is_adapter, save_adapter
+from workers.models.lora import add_adapter, save_adapter
+from workers.models.state import is_adapter
 from workers.rollout.vllm.setup import ExpectedWeights
 from workers.weights.checksum import (
     NumberedTensor,

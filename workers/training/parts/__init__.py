@@ -26,7 +26,7 @@ from workers.training.row_layout import PADDED_BY_USER, check_split
 
 if TYPE_CHECKING:
     from workers.config.model import ModelConfig
-    from workers.parallel.dims import ParallelDims
+    from workers.parallel.sharding import ParallelDims
 
 
 PARTS: Mapping[str, Callable[[Model], bool]] = {

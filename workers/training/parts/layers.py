@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from workers.columns import ROUTED
 from workers.models.lora import add_adapter
-from workers.models.nf4 import check_nf4, quantize_base
-from workers.models.quantize import quantize_linears
+from workers.models.quantize import check_nf4, quantize_base, quantize_linears
 from workers.models.routing import Routers
 from workers.training.microbatch import RowColumns
 from workers.training.model import Model, ModelPart

@@ -24,7 +24,7 @@ from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MicroBatches, MiniBatch, RowColumns, all_reduce
 from workers.training.model import Model, ModelPart
 from workers.training.packing import Feed
-from workers.training.readings import Reading
+from workers.training.passes import Reading
 
 if TYPE_CHECKING:
     from workers.config import ParallelConfig

@@ -36,8 +36,7 @@ from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.model import Model, ModelPart
 from workers.training.packing import model_inputs
 from workers.training.parts.layers import MatrixSplit
-from workers.training.passes import Named
-from workers.training.readings import Reading
+from workers.training.passes import Named, Reading
 
 
 class StagePlan(ModelPart):

@@ -18,7 +18,7 @@ from tests.workers.models.architectures import build_tiny, tiny_model_config
 from trainer.ppo.compute_advantage import advantages_of
 from trainer.ppo.estimation import KLController, apply_kl_penalty
 from verl_like.batch.protocol import DataProto
-from workers.losses.preference.measures import SFT_LENGTH, measures
+from workers.losses.preference import SFT_LENGTH, measures
 from workers.losses.registry import get_policy_loss
 
 pytest.importorskip("trl", reason=NOT_INSTALLED)

@@ -24,7 +24,7 @@ from trainer.tools.planner.cost import (
 )
 from trainer.tools.planner.records import Records, Work, products_only
 from verl_like.errors import ConfigError
-from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import ParallelDims
 
 H100 = DEVICES["H100"]
 WEIGHTS, LAYERS = 8e9, 32

@@ -13,7 +13,7 @@ from trainer.cli.plan import job_of
 from trainer.tools.planner.cost import DEVICES, Gpus, ModelCost, StepRows, measured_on, pass_seconds
 from trainer.tools.planner.records import record_tokens, sampler_seconds
 from workers.config import ModelConfig
-from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import ParallelDims
 from workers.training.role_model import RoleModelSpec
 
 MOST_OFF = 0.25

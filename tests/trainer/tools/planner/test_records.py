@@ -15,7 +15,7 @@ from trainer.tools.planner.cost import Gpus, ModelCost, StepRows, device_of, pas
 from trainer.tools.planner.recorder import H100
 from trainer.tools.planner.records import Records, record_passes, record_tokens
 from workers.config import ModelConfig
-from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import ParallelDims
 from workers.roles.actor import ActorWorker
 from workers.training.role_model import RoleModelSpec
 

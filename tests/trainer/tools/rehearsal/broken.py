@@ -14,7 +14,7 @@ from trainer.sft.step import SFTTrainer
 from verl_like import DataProto, Environment, Observation, TrajectoryEnd
 from verl_like.calls.dispatch import Dispatch, register
 from workers.config import ActorConfig
-from workers.losses.token_loss import token_loss
+from workers.losses.registry import token_loss
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.roles.rollout import RolloutWorker

@@ -15,7 +15,7 @@ import torch
 from tests.verl_like.groups import start
 from verl_like import DataProto, Dispatch, Worker, gather, register
 from verl_like.calls import future
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import WaitTimeoutError, WorkerDiedError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]

@@ -31,7 +31,7 @@ from verl_like import (
     gather,
 )
 from verl_like.backends.ray import pools
-from verl_like.calls.diagnose import Deadlines
+from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerDiedError, WorkerError
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]

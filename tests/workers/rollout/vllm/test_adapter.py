@@ -15,7 +15,8 @@ from tests.workers.rollout.vllm.fakes import engine_on
 from tests.workers.rollout_engines import make_model
 from verl_like.errors import ConfigError, WeightSyncError
 from workers.config import ActorRolloutRefConfig, ModelConfig, RolloutConfig
-from workers.models.lora import add_adapter, is_adapter
+from workers.models.lora import add_adapter
+from workers.models.state import is_adapter
 from workers.rollout.build import takes_adapter
 from workers.rollout.vllm.handover import AdapterFiles
 from workers.rollout.vllm.setup import check_options

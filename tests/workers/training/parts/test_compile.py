@@ -21,7 +21,7 @@ from tests.workers.training.rank_layouts import saved
 from verl_like.errors import ConfigError
 from verl_like.tensor_ops import logprobs
 from workers.models import attention
-from workers.parallel.dims import ParallelDims
+from workers.parallel.sharding import ParallelDims
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.parts import check_axes

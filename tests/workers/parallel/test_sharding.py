@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
-from workers.parallel.dims import ParallelDims
 from workers.parallel.groups import RankGroups
+from workers.parallel.sharding import ParallelDims
 
 
 def test_ranks_are_numbered_with_tp_fastest() -> None:

@@ -1,8 +1,9 @@
-"""Send weights from the worker of the actor or critic.
+"""Send weights from the worker of the actor or critic, and receive them in another role's worker.
 
 A sync sends the current weights, which all ranks gather tensor by tensor. Published weights are a
 copy in host memory. Threads deliver this copy to any number of rollouts while the worker continues:
-over gloo between host memories, or over NCCL if every rank has its own GPU.
+over gloo between host memories, or over NCCL if every rank has its own GPU. Rollouts receive
+weights, and so do frozen roles that follow a trained one.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch import Tensor
 
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
-from workers.models.lora import adapter_layout
-from workers.weights.channel import HOST, Channel, PublishReport, SyncReport, fill_buckets
-from workers.weights.checksum import NamedTensors
+from workers.weights.sync import PublishReport, SyncReport
 
 if TYPE_CHECKING:
+    from workers.weights.channel import Channel
+    from workers.weights.checksum import NamedTensors
     from workers.weights.connection import Connections
-    from workers.weights.host_copy import SentTensors
+    from workers.weights.host_copy import HostCopy, SentTensors
     from workers.weights.snapshots import Snapshots
 
 
@@ -106,6 +107,8 @@ class WeightSender:
 
             def send(channel: Channel) -> None:
                 if merging is None:
+                    from workers.weights.channel import fill_buckets
+
                     channel.send(fill_buckets(tensors, limit, channel.room, channel.watch))
                 else:
                     from workers.weights.host_copy import send_changes
@@ -151,7 +154,7 @@ class WeightSender:
         the few changed bytes travel through host memory, where the earlier version is.
         """
         snapshot, previous = self.snapshots.by_address[address]
-        device = self.device if snapshot.merging is None else HOST
+        device = self.device if snapshot.merging is None else torch.device("cpu")
 
         def send(channel: Channel) -> None:
             if snapshot.merging is None:
@@ -195,6 +198,8 @@ class WeightSender:
         """Return how receivers merge adapters into base weights; None unless `sends_changed`."""
         if not self.sends_changed:
             return None
+        from workers.models.lora import adapter_layout
+
         dtype = None if self.sent_dtype is None else str(self.sent_dtype)
         return {"adapters": adapter_layout(self.engine.whole_module), "dtype": dtype}
 
@@ -216,3 +221,68 @@ class WeightSender:
             return SyncReport(f"{self.role} rank {self.rank}: {error}", voted=False)
         problem = None if agreed else "a receiving rank rejected the weights"
         return SyncReport(problem, channel.num_bytes, channel.watch.seconds)
+
+
+class _ReceivingEngine(Protocol):
+    def load_weights(self, tensors: NamedTensors) -> None: ...
+
+    def commit(self, version: int) -> None: ...
+
+
+class WeightReceiver:
+    """Mixin of workers that receive weights: it needs the attributes below, except `copy`.
+
+    If the sender sends only changes, `copy` stores the received weights outside the engine.
+    """
+
+    role: str
+    rank: int
+    world_size: int
+    device: torch.device
+    engine: _ReceivingEngine
+    copy: HostCopy | None = None
+
+    @cached_property
+    def connections(self) -> Connections:
+        """Connections to the sender, reused in later syncs."""
+        from workers.weights.connection import Connections
+
+        return Connections()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, address: str, version: int) -> SyncReport:
+        """Load the weights from the sender; commit the version if all ranks verified theirs."""
+        problems: list[str] = []
+        ranks = self.rank + 1, self.world_size
+        try:
+            with self.connections.receiving(address, *ranks, self.device, self.role) as channel:
+                copy = self.copy
+                arriving = channel.receive() if copy is None else self._taken(copy, channel)
+                try:
+                    self.engine.load_weights(arriving)
+                except WeightSyncError as problem:
+                    problems.append(str(problem))
+                    deque(arriving, maxlen=0)  # receive the remaining tensors before the vote
+                if copy is None and channel.summary:
+                    channel.corrupt.append(
+                        "the actor sends only changes "
+                        "(actor_rollout_ref.rollout.weight_sync=changed), but this rollout keeps "
+                        "no copy of the weights to apply changes to. Set the same "
+                        "actor_rollout_ref.rollout.weight_sync for both"
+                    )
+                if copy is None and channel.corrupt:
+                    from workers.weights.module_writer import describe_problems
+
+                    problems.append(describe_problems("transfer", corrupt=channel.corrupt))
+                if channel.all_agree(not problems):
+                    self.engine.commit(version)
+        except WeightSyncError as problem:
+            words = " ".join(problems) or problem
+            return SyncReport(f"{self.role} rank {self.rank}: {words}", voted=False)
+
+        error = f"{self.role} rank {self.rank}: {' '.join(problems)}" if problems else None
+        return SyncReport(error, channel.num_bytes, channel.watch.seconds)
+
+    def _taken(self, copy: HostCopy, channel: Channel) -> Iterator[tuple[str, Tensor]]:
+        copy.take(channel)
+        yield from copy.effective(self.device)

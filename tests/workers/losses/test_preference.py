@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from workers.losses.preference.measures import measures
-from workers.losses.preference.registry import (
+from workers.losses.preference import (
     COLUMNS,
     PREFERENCE_LOSSES,
     compute_losses,
+    measures,
     parameters_of,
 )
 
