@@ -72,7 +72,7 @@ def test_formulas_become_mathml(page: str) -> None:
     pytest.importorskip("latex2mathml")
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     formulas = re.findall(r"^```math\n(.*?)^```", text, re.M | re.S)
-    assert len(formulas) == 4
+    assert len(formulas) >= 4
     for formula in formulas:
         mathml = load("docs/hooks.py").to_mathml(formula)
         assert mathml.startswith("<math")

@@ -127,6 +127,8 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
 """Names for `actor.policy_loss.loss_mode`: functions that return (loss, metrics).
 
     loss, metrics = POLICY_LOSSES["vanilla"](old_log_prob=..., log_prob=..., advantages=..., ...)
+
+Every loss is called with the keyword arguments in `LOSS_INPUTS`.
 """
 
 

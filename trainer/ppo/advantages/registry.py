@@ -26,6 +26,8 @@ ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", chec
     advantages, returns = ADVANTAGE_ESTIMATORS["grpo"](
         token_level_rewards=..., response_mask=..., index=...
     )
+
+An estimator is called with the keyword arguments that its parameters name.
 """
 
 
