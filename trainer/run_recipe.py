@@ -36,6 +36,8 @@ class RunRecipe:
         check_columns: checks the columns of our stages, which a user's stages may add to.
         describe: returns paragraphs about a step (a few lines if `brief`) of a trainer's class, to
             print with the placement: `describe(config, trainer_cls, brief)`.
+        stub_inputs: returns what `prepare` would return, for a step on stubs (`trainer.stubs`):
+            `stub_inputs(trainer_cls, config, groups)`.
         describe_inputs: returns the lines that a dry run prints about the inputs of `prepare`.
         headline: returns a step's numbers for the console; if none, it shows the first metrics.
         sample_metrics: returns the metrics of a step's samples, if steps train on samples that they
@@ -53,6 +55,7 @@ class RunRecipe:
     worker_code: Callable[[Any], list[str]] = lambda config: list(config.role_workers.values())
     check_columns: Callable[[Any], None] = lambda config: None
     describe: Callable[[Any, type, bool], list[str]] = lambda *_: []
+    stub_inputs: Callable[[Any, Any, Any], tuple[Any, ...]] = lambda *_: ()
     describe_inputs: Callable[..., list[str]] = lambda config, *inputs: []
     headline: Callable[[Mapping[str, float]], Sequence[str]] = lambda metrics: ()
     sample_metrics: Callable[..., dict[str, float]] | None = None

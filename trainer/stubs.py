@@ -1,24 +1,33 @@
 """A step on stubs: worker groups that compute nothing, and record the calls of a step.
 
-    trainer = MyTrainer(Run(config, StubGroups(config, config.is_inline)), *inputs)
-    with trainer.clock("step"):
-        trainer.step()
-    trainer.run.calls      # role, method, pool, stage, columns, and the calls that had ended
+    nodes, problem = trace_step(config, MyTrainer)
+    nodes[0].samples       # and stage, roles, method, pool, columns, and the calls that had ended
 
-A stub returns the columns that its method declares (`workers.columns`), with made-up numbers.
+The `step` of the class runs with a tiny batch (`RunRecipe.stub_inputs`), so an overridden stage
+shows the calls that it really makes. A stub returns the columns that its method declares
+(`workers.columns`), with made-up numbers.
 """
 
 from __future__ import annotations
 
+import math
+import re
+import sys
+import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import torch
 
 from trainer.groups.worker_groups import worker_class
+from trainer.launch import trainer_class
+from trainer.run_state import Run
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.deadlines import Deadlines
@@ -26,28 +35,168 @@ from verl_like.calls.dispatch import Registration
 from verl_like.calls.group import BoundMethod, WorkerGroup
 from verl_like.calls.result import CallResult
 from verl_like.calls.wire import BOTH, METRICS
+from verl_like.config_key import changed
 from verl_like.placement.roles import expand_roles
-from workers.columns import COLUMNS, columns_of, format_like
+from workers.columns import COLUMNS, Column, columns_of, format_like
 from workers.config import has_environment
 from workers.rollout.batches import REQUEST, batch_of, samples_of
+from workers.rollout.client import ROW_BITS
 
 DRIVER, INLINE = "driver", "the driver's process"
 NUM_TOKENS = 2
 """Tokens of every prompt and response."""
 TRAJECTORIES = ("turn", "environment_rewards", "ended", "trajectory")
+IN_BACKGROUND = ("ping", "open_delivery", "deliver_weights", "receive_weights")
+"""Calls of generators that belong to no stage."""
+SIZES = (
+    *("data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+    *("critic.ppo_mini_batch_size", "async_training.prompts_per_call"),
+    "async_training.max_inflight_samples",
+)
+"""Keys that are smaller in a step on stubs."""
+UNREAD = re.compile(r"(enable_gradient_checkpointing|ppo_max_token_len_per_gpu)=\w+")
+"""Keys that no step reads, and that vary while passes are fitted into the memory."""
+_traces: dict[tuple[type, int, str], tuple[list[CallNode], str]] = {}
+"""Trainer's class, scale and small configuration -> the result of `trace_step`."""
+
+
+@dataclass(frozen=True)
+class CallNode:
+    """A call of a step, or a computation of the driver."""
+
+    stage: str
+    name: str
+    roles: tuple[str, ...]
+    """The role, or the same role of several generators; none for the driver."""
+    pool: str
+    place: str
+    """The pool, or the driver's process: one call at a time runs there."""
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    samples: int
+    """Rows of the call's batch in a real step; 0 without a batch."""
+    after: frozenset[tuple[str, str]]
+    """Stage and name of the nodes that had ended when the driver launched this one."""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Stage and name."""
+        return self.stage, self.name
+
+    @property
+    def method(self) -> str:
+        """The method of the role."""
+        return self.name.rpartition(".")[2]
+
+
+def our_class(trainer_cls: type) -> type:
+    """Return the recipe's own class from which a user's class derives."""
+    return next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
+
+
+def trace_step(config: Any, trainer_cls: type | None = None) -> tuple[list[CallNode], str]:
+    """Return the calls of a step in the order of their launch, and why the list ends early, or "".
+
+    The class is by default `trainer.cls`. If the run has several generators, a node stands for the
+    roles of all of them.
+    """
+    cls = trainer_cls or trainer_class(config)
+    sizes = {key: size for key in SIZES if (size := _read(config, key))}
+    prompts = [size for key, size in sizes.items() if not key.startswith("async_training.")]
+    scale = math.gcd(*prompts, _read(config, "chunk_size") or 0)  # generators keep their shares
+    small: Any = changed(config, {key: size // scale for key, size in sizes.items()})
+    key = cls, scale, UNREAD.sub("", repr(small))
+    if key not in _traces:
+        calls, problem = _record(cls, small)
+        _traces[key] = _nodes(config, calls, scale), problem
+    return _traces[key]
+
+
+def _record(cls: Any, config: Any) -> tuple[list[dict[str, Any]], str]:
+    """Return the calls of a step, and its error or ""."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
+        groups = StubGroups(config)
+        changes = {"default_local_dir": folder, "backend": "local", "resume_mode": "disable"}
+        config = changed(config, {f"trainer.{key}": value for key, value in changes.items()})
+        at_end.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
+        sys.breakpointhook = lambda *_, **__: None  # the numbers are made up
+        run: Any = Run(config, groups, observers=[DriverWork(groups)])  # type: ignore[arg-type]
+        every = _read(config, "actor_rollout_ref.ref.update_every") or 1
+        run.step = ((_read(config, "trainer.critic_warmup") or 0) // every + 1) * every
+        try:
+            trainer = cls(run, *cls.recipe.stub_inputs(cls, config, groups))
+            if _read(config, "generates_while_training"):
+                at_end.callback(trainer.buffer.close)  # ends the generators' threads
+                trainer.weights.version += config.async_training.max_staleness
+            trainer.before_resume()
+            with trainer.clock("step"):
+                trainer.step()
+        except Exception as error:  # noqa: BLE001 - whatever a user's step raises on stubs
+            return run.calls, f"{type(error).__name__}: {error}"
+    return run.calls, ""
+
+
+def _read(config: Any, name: str) -> Any:
+    """Return the value at a dotted key, or None if this recipe has no such key."""
+    return reduce(lambda section, part: getattr(section, part, None), name.split("."), config)
+
+
+def _nodes(config: Any, calls: Sequence[dict[str, Any]], scale: int) -> list[CallNode]:
+    """Return a node for all calls of a method in a stage."""
+    keys: dict[int, tuple[str, str]] = {}
+    by_key: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    left_out = IN_BACKGROUND if _read(config, "generates_while_training") else ()
+    for call in calls:
+        role, method = config.kind_of(call["role"]), call["method"]
+        if method not in left_out:
+            keys[call["number"]] = key = call["stage"], f"{role}.{method}" if role else method
+            by_key.setdefault(key, []).append(call)
+    pools, nodes = expand_roles(config.role_mapping), []
+    for key, (call, *others) in by_key.items():
+        kind = config.kind_of(call["role"])
+        roles = tuple(role for role in pools if config.kind_of(role) == kind)
+        used = ", ".join(dict.fromkeys(pools[role] for role in roles)) or DRIVER
+        place = INLINE if call["is_inline"] else used
+        samples = scale * max(other["rows"] for other in (call, *others))
+        after = frozenset(keys[number] for number in call["ended"] if number in keys) - {key}
+        columns = call["reads"], call["writes"]
+        nodes.append(CallNode(*key, roles, used, place, *columns, samples, after))
+    return nodes
+
+
+class DriverWork:
+    """Observes a step on stubs, and records what the driver computes between the calls."""
+
+    def __init__(self, groups: StubGroups) -> None:
+        self._groups = groups
+        self._before: Sequence[str] | None = None
+
+    def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
+        """Store the names of the columns that a stage gets."""
+        self._before = None if batch is None else tuple(columns_in(batch))
+
+    def on_stage_end(self, trainer: Any, stage: str, result: Any) -> None:
+        """Record the columns that a stage without calls adds."""
+        if self._before is not None and not self._groups.new_calls:
+            written = [name for name in columns_in(result[0]) if name not in self._before]
+            self._groups.compute(", ".join(written), written)
+
+    def on_filter(self, trainer: Any, name: str, before: DataProto, after: DataProto) -> None:
+        """Record a filter that changes the batch."""
+        if after is not before:
+            self._groups.compute(name, ())
 
 
 class StubGroups:
     """The groups of a run on stubs, without processes."""
 
-    def __init__(self, config: Any, is_inline: Callable[[str, int], bool]) -> None:
-        """`is_inline` says of a pool and its size whether it runs in the driver's thread."""
+    def __init__(self, config: Any) -> None:
         self.config = config
         pools = expand_roles(config.role_mapping)
         sizes = {pool: sum(config.resource_pool_spec[pool]) for pool in pools.values()}
         plans = {name: SimpleNamespace(world_size=n, nodes=()) for name, n in sizes.items()}
         self.placement = SimpleNamespace(role_mapping=pools, pools=plans)
-        self.inline = {name for name, size in sizes.items() if is_inline(name, size)}
+        self.inline = {name for name, size in sizes.items() if config.is_inline(name, size)}
         self._groups = {role: StubGroup(self, role, pool) for role, pool in pools.items()}
         self.new_calls: list[dict[str, Any]] = []
         """The calls since `take_calls`."""
@@ -76,12 +225,13 @@ class StubGroups:
         role: str = "",
         pool: str = DRIVER,
         reads: Iterable[str] = (),
+        rows: int = 0,
     ) -> int:
         """Record a call, or a computation of the driver without a role; return its number."""
         here, number = threading.current_thread(), self._num_calls
         self._num_calls += 1
         call: dict[str, Any] = dict.fromkeys(("start", "end", "cpu_s", "rank", "pid"), 0)
-        call |= {"role": role, "method": method, "pool": pool, "number": number}
+        call |= {"role": role, "method": method, "pool": pool, "number": number, "rows": rows}
         call |= {"reads": tuple(reads), "writes": tuple(writes), "is_inline": pool in self.inline}
         if here == self._driver:  # it has waited for its threads
             self._ended = defaultdict(set, {here: set().union(*self._ended.values())})
@@ -106,10 +256,12 @@ class StubGroup(WorkerGroup):
 
     def __init__(self, groups: StubGroups, role: str, pool: str) -> None:
         self.groups, self.pool, self.config = groups, pool, groups.config.of_role(role)
-        self.submitted: dict[int | None, list[DataProto]] = defaultdict(list)
-        """By rank: the rows that a rollout is generating."""
+        self.submitted: list[DataProto] = []
+        """The rows that a rollout is generating."""
+        # a call on one rank of a rollout has all rows
+        is_rollout = groups.config.kind_of(role) == "rollout"
         transport: Any = SimpleNamespace(
-            world_size=groups.placement.pools[pool].world_size,
+            world_size=1 if is_rollout else groups.placement.pools[pool].world_size,
             started=[],
             process_key=INLINE if pool in groups.inline else pool,
             deadlines=Deadlines(),
@@ -139,19 +291,22 @@ class StubMethod(BoundMethod):
         passed = [*args, *kwargs.values()]
         values = [value.batch() if isinstance(value, StubFuture) else value for value in passed]
         batches = [value for value in values if isinstance(value, DataProto)]
-        result, groups = self._result(rank, batches), self.group.groups
+        result, groups = self._result(batches), self.group.groups
         written = columns_in(CallResult.of(result).batch)
         reads = [name for batch in batches for name in columns_in(batch)]
-        number = groups.launch(self.call.method, written, self.role, self.group.pool, reads)
+        rows = len(batches[0]) if batches else 0
+        if self.call.method == "submit":
+            rows //= len((batches[0].padded(REQUEST) >> ROW_BITS).unique())  # of one submission
+        number = groups.launch(self.call.method, written, self.role, self.group.pool, reads, rows)
         return StubFuture(groups, number, result)
 
-    def _result(self, rank: int | None, batches: Sequence[DataProto]) -> Any:
+    def _result(self, batches: Sequence[DataProto]) -> Any:
         method, group = self.call.method, self.group
         if method == "submit":
-            group.submitted[rank] += batches
+            group.submitted += batches
         if method == "take":
-            rows = group.submitted.pop(rank, [])
-            return [sampled(DataProto.concat(rows), group.config) if rows else None]
+            rows, group.submitted = group.submitted, []
+            return [sampled(DataProto.concat(rows), group.config)]
         if method == "generate_sequences":
             return sampled(batches[0], group.config)
         if not self.mode.returns_batch:
@@ -159,7 +314,8 @@ class StubMethod(BoundMethod):
         if self.mark.returns == METRICS:
             return {}
         declared = columns_of(group.roles[self.role], method)
-        batch = made_up(() if declared is None else declared.writes, batches[0])
+        names = ("response_log_probs",) if declared is None else declared.writes
+        batch = made_up(names, batches[0])
         return CallResult(batch, {}) if self.mark.returns == BOTH else batch
 
 
@@ -207,7 +363,7 @@ def made_up(names: Iterable[str], rows: DataProto) -> DataProto:
     objects: dict[str, Any] = {}
     values = -(torch.arange(len(rows)) % 2)
     for name in names:
-        column = COLUMNS[name]
+        column = COLUMNS.get(name, Column(name, "[rows]", "float32"))
         if column.dtype == "object":
             objects[name] = object_rows([{}] * len(rows))
         elif column.shape == "[rows]":

@@ -66,8 +66,7 @@ class VerifierWorker(Worker):
     def update_verifier(self, data: DataProto) -> dict[str, float]:
         """Take one optimizer step on the whole batch."""
         loss = Loss("verifier", self.loss, columns=("token_level_scores",))
-        num_rows = len(data) if data.shard is None else data.shard.total
-        metrics = update(self.engine, data, loss, mini_batch_size=num_rows, budget=self.budget)
+        metrics = update(self.engine, data, loss, budget=self.budget)
         return {f"verifier/{name}": value for name, value in metrics.items()}
 
     def loss(self, outputs: Any, columns: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from trainer.async_training.config import GENERATOR_SETTINGS, ROLLOUT, AsyncConfig
-from trainer.async_training.topology import ANY_RANK, TRAINER_POOL, generator_role
+from trainer.async_training.topology import ANY_RANK, CRITIC_COPY, TRAINER_POOL, generator_role
 from trainer.config.checks import check_fields
 from trainer.config.unused_keys import notice_of, unused_reason
 from trainer.groups.worker_groups import worker_class
 from trainer.ppo.checks import reject
 from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.filters import active_filters
-from trainer.ppo.sizes import CRITIC_COPY
 from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.resume import ResumePoint
 from verl_like.errors import CheckpointError, ConfigError

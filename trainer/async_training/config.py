@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from trainer.async_training.topology import ANY_RANK, Topology, generator_role, role_on
+from trainer.async_training.topology import ANY_RANK, CRITIC_COPY, Topology, generator_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
-from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.config_key import ReadWhen, Section, changed, config_field
 from verl_like.placement.roles import expand_roles
 from workers.config import RolloutConfig, model_rewards
@@ -242,10 +241,6 @@ class AsyncConfig(PPOConfig):
     def kind_of(self, role: str) -> str:
         """Return what a generator's role is called at generator 0, such as `ref` for `ref_1`."""
         return self.generator_roles.get(role, (role, 0))[0]
-
-    def prompts_per_call(self, role: str) -> int:
-        """Return how many prompts a role gets per call: one chunk for the roles of generators."""
-        return self.chunk_size if role in self.generator_roles else super().prompts_per_call(role)
 
     def of_role(self, role: str) -> Self:
         """Return the configuration of a role, with the `generator_settings` of its generator.

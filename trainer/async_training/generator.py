@@ -19,9 +19,8 @@ from typing import Any
 from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer, WeightVersion
 from trainer.async_training.samplers import SampleChunk
-from trainer.async_training.topology import generator_role, role_on
+from trainer.async_training.topology import CRITIC_COPY, generator_role, role_on
 from trainer.async_training.weights import WeightFeed
-from trainer.ppo.sizes import CRITIC_COPY
 from trainer.rollouts.rollouts import join_results, with_responses
 from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto

@@ -25,13 +25,12 @@ from trainer.async_training.config import (
     AsyncConfig,
     GeneratorSettings,
 )
-from trainer.async_training.topology import TRAINER_POOL, counts, generator_pool
+from trainer.async_training.topology import CRITIC_COPY, TRAINER_POOL, counts, generator_pool
 from trainer.config.devices import devices_of
 from trainer.config.keys import read
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from trainer.ppo.recipe import complete as complete_ppo
-from trainer.ppo.sizes import CRITIC_COPY
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles

@@ -26,6 +26,8 @@ Other = TypeVar("Other")
 Route = tuple[int, int]
 """(sender, receiver): (generator, trainer rank) for samples, (trainer rank, generator) for weights.
 """
+CRITIC_COPY = "critic_copy"
+"""Role of a copy of the critic with which a generator computes the values of its samples."""
 TRAINER_POOL = "trainer_pool"
 """The pool whose ranks are the trainers."""
 

@@ -18,8 +18,7 @@ from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer
 from trainer.async_training.chunks import Rounds
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.topology import role_on
-from trainer.ppo.sizes import CRITIC_COPY
+from trainer.async_training.topology import CRITIC_COPY, role_on
 from trainer.run_state import Metrics, Run
 from verl_like.errors import WeightSyncError
 from verl_like.process.machine import resident_bytes

@@ -16,13 +16,14 @@ from trainer.launch import nominal_placement
 from trainer.memory import describe_axes, role_models
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import describe, trace_step
+from trainer.ppo.dataflow import describe
 from trainer.ppo.memory import fit_passes, plan_text
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_table
 from trainer.rows import preflight
 from trainer.rows.config import RowConfig
 from trainer.rows.trainer import step_sizes
+from trainer.stubs import trace_step
 from trainer.tools.report.read import read_run
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles

@@ -84,6 +84,10 @@ class LMRow:
         return replace(self, in_loss=self.in_loss & (np.arange(len(self.ids)) >= start))
 
 
+STUB_ROW = LMRow(np.arange(2), np.array([False, True]))
+"""A row for steps on stubs (`trainer.stubs`)."""
+
+
 class EncodedRow(NamedTuple):
     """One row of a file as a recipe encodes it: one or more token sequences, and numbers."""
 

@@ -191,7 +191,3 @@ class PPOConfig(RunConfig, WorkersConfig):
     def steps_per_batch(self) -> int:
         """Number of steps that train on the same samples."""
         return 1
-
-    def prompts_per_call(self, role: str) -> int:
-        """Return the prompts per call of a role that samples or scores: the whole batch."""
-        return self.data.train_batch_size

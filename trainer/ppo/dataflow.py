@@ -1,35 +1,25 @@
-"""The calls of a step, recorded by running the step on stubs: their order, and which can overlap.
+"""The calls of a PPO step: their order, and which can overlap.
 
-`trace_step(config, trainer_cls)` runs the `step` of the class on groups that compute nothing
-(`trainer.stubs`), with a tiny batch. So an overridden stage shows the calls that it really makes.
+The step runs on stubs (`trainer.stubs`).
 `tests/trainer/ppo/test_dataflow_recorded.py` compares the nodes with the calls of real runs.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from trainer.launch import trainer_class
 from trainer.ppo import scoring
 from trainer.ppo.config import PPOConfig
 from trainer.rollouts.samples import EXTRA
-from trainer.run_state import Run
-from trainer.stubs import DRIVER, INLINE, NUM_TOKENS, StubFuture, StubGroups, columns_in, made_up
+from trainer.stubs import NUM_TOKENS, CallNode, StubFuture, StubGroups, columns_in, made_up
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
-from verl_like.config_key import changed
-from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.columns import sample_scores
 from workers.config import rewards_of
@@ -53,30 +43,6 @@ PROBLEM_NOTICE = (
     "columns that workers declare (@batch_columns): {}"
 )
 WAITS = "Each call also waits for the stages before it, unless `only` precedes its waits."
-IN_BACKGROUND = ("ping", "open_delivery", "deliver_weights", "receive_weights")
-"""Calls of generators that belong to no stage."""
-
-
-@dataclass(frozen=True)
-class CallNode:
-    """A call of a step, or a computation of the driver."""
-
-    stage: str
-    name: str
-    roles: tuple[str, ...]
-    """The role, or the same role of several generators; none for the driver."""
-    pool: str
-    place: str
-    """The pool, or the driver's process: one call at a time runs there."""
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    after: frozenset[tuple[str, str]]
-    """Stage and name of the nodes that had ended when the driver launched this one."""
-
-    @property
-    def key(self) -> tuple[str, str]:
-        """Stage and name."""
-        return self.stage, self.name
 
 
 class StubPrompts:
@@ -132,95 +98,13 @@ class StubRewards:
         return StubFuture(self._groups, number, (scores, {}), of_models)
 
 
-class DriverWork:
-    """Observes a step on stubs, and records what the driver computes between the calls."""
-
-    def __init__(self, groups: StubGroups) -> None:
-        self._groups = groups
-        self._before: Sequence[str] | None = None
-
-    def on_stage_begin(self, trainer: Any, stage: str, batch: DataProto | None) -> None:
-        """Store the names of the columns that a stage gets."""
-        self._before = None if batch is None else tuple(columns_in(batch))
-
-    def on_stage_end(self, trainer: Any, stage: str, result: Any) -> None:
-        """Record the columns that a stage without calls adds."""
-        if self._before is not None and not self._groups.new_calls:
-            written = [name for name in columns_in(result[0]) if name not in self._before]
-            self._groups.compute(", ".join(written), written)
-
-    def on_filter(self, trainer: Any, name: str, before: DataProto, after: DataProto) -> None:
-        """Record a filter that changes the batch."""
-        if after is not before:
-            self._groups.compute(name, ())
-
-
-def our_class(trainer_cls: type) -> type:
-    """Return the recipe's own class from which a user's class derives."""
-    return next(cls for cls in trainer_cls.__mro__ if cls.__module__.startswith("trainer."))
-
-
-def trace_step(config: PPOConfig, trainer_cls: type | None = None) -> tuple[list[CallNode], str]:
-    """Return the calls of a step in the order of their launch, and why the list ends early, or "".
-
-    The class is by default `trainer.cls`. If the run has several generators, a node stands for the
-    roles of all of them.
-    """
-    cls, problem = trainer_cls or trainer_class(config), ""
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
-        at_end.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
-        sys.breakpointhook = lambda *_, **__: None  # the numbers are made up
-        small = _small(config, folder)
-        groups = StubGroups(small, config.is_inline)
-        run: Any = Run(small, groups, observers=[DriverWork(groups)])  # type: ignore[arg-type]
-        every = config.actor_rollout_ref.ref.update_every or 1
-        run.step = (config.trainer.critic_warmup // every + 1) * every
-        tokenizer, prompts = SimpleNamespace(pad_token_id=0), StubPrompts(small, groups)
-        ptx = SimpleNamespace(take=prompts.batch) if config.ptx.train_files else None
-        try:
-            trainer = cls(run, tokenizer, prompts, StubRewards(config, groups), ptx)
-            if config.generates_while_training:
-                at_end.callback(trainer.buffer.close)  # ends the generators' threads
-                trainer.weights.version += small.async_training.max_staleness
-            with trainer.clock("step"):
-                trainer.step()
-        except Exception as error:  # noqa: BLE001 - whatever a user's step raises on stubs
-            problem = f"{type(error).__name__}: {error}"
-    return _nodes(config, run.calls), problem
-
-
-def _small(config: PPOConfig, folder: str) -> Any:
-    """Return the configuration with as few prompts as its mini-batches allow, and this folder."""
-    actor, critic = "actor_rollout_ref.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"
-    sizes = {"data.train_batch_size": config.data.train_batch_size}
-    sizes[actor] = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    if config.critic.ppo_mini_batch_size:
-        sizes[critic] = config.critic.ppo_mini_batch_size
-    # each generator of an asynchronous run needs its share of the prompts
-    scale = 1 if config.generates_while_training else math.gcd(*sizes.values())
-    changes: dict[str, Any] = {key: size // scale for key, size in sizes.items()}
-    changes |= {"trainer.default_local_dir": folder, "trainer.resume_mode": "disable"}
-    return changed(config, changes | {"trainer.backend": "local"})
-
-
-def _nodes(config: PPOConfig, calls: Sequence[dict[str, Any]]) -> list[CallNode]:
-    """Return a node for all calls of a method in a stage."""
-    keys: dict[int, tuple[str, str]] = {}
-    first: dict[tuple[str, str], dict[str, Any]] = {}
-    for call in calls:
-        role, method = config.kind_of(call["role"]), call["method"]
-        if not (config.generates_while_training and method in IN_BACKGROUND):
-            keys[call["number"]] = key = call["stage"], f"{role}.{method}" if role else method
-            first.setdefault(key, call)
-    pools, nodes = expand_roles(config.role_mapping), []
-    for key, call in first.items():
-        kind = config.kind_of(call["role"])
-        roles = tuple(role for role in pools if config.kind_of(role) == kind)
-        used = ", ".join(dict.fromkeys(pools[role] for role in roles)) or DRIVER
-        place = INLINE if call["is_inline"] else used
-        after = frozenset(keys[number] for number in call["ended"] if number in keys) - {key}
-        nodes.append(CallNode(*key, roles, used, place, call["reads"], call["writes"], after))
-    return nodes
+def stub_inputs(
+    cls: type, config: PPOConfig, groups: StubGroups
+) -> tuple[Any, StubPrompts, StubRewards, Any]:
+    """Return the inputs of the trainer in a step on stubs."""
+    prompts = StubPrompts(config, groups)
+    ptx = SimpleNamespace(take=prompts.batch) if config.ptx.train_files else None
+    return SimpleNamespace(pad_token_id=0), prompts, StubRewards(config, groups), ptx
 
 
 def overlaps(nodes: Sequence[CallNode]) -> list[str]:

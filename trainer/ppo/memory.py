@@ -18,7 +18,7 @@ from trainer.memory import (
 )
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import SizeRow, rows_of
+from trainer.ppo.sizes import CallSize, size_of, sizes_of
 from trainer.ppo.updating import longest_row
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
@@ -36,6 +36,8 @@ from workers.parallel.sharding import dims_of
 
 P = TypeVar("P", bound=PPOConfig)
 
+TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+"""The key of the tokens per pass."""
 SHARE_OF_A_MACHINE = 0.5
 """Fraction of a machine's memory for which the passes of a CPU run are sized."""
 WAYS_OUT = {
@@ -50,18 +52,11 @@ WAYS_OUT = {
 
 
 def role_memories(
-    config: PPOConfig,
-    device_type: str,
-    device_bytes: int | None = None,
-    tokens_at_once: int | None = None,
+    config: PPOConfig, device_type: str, device_bytes: int | None = None
 ) -> list[RoleMemory]:
-    """Return the memory of every role that holds a model.
-
-    `tokens_at_once` is the number of tokens per pass with dynamic batch sizes; by default, the
-    configured number.
-    """
+    """Return the memory of every role that holds a model."""
     pools, models = expand_roles(config.role_mapping), models_of(config)
-    rows, memories = rows_of(config, tokens_at_once), []
+    sizes, memories = sizes_of_step(config), []
     for role, pool in pools.items():
         beside_actor = pool == pools["actor"]
         if config.kind_of(role) == "rollout":
@@ -79,7 +74,7 @@ def role_memories(
         elif role == "ref" and beside_actor and is_actors_module(config.actor_rollout_ref):
             continue
         elif role in models:
-            largest = largest_pass(config, role, rows)
+            largest = largest_pass(config, role, sizes)
             memories.append(model_memory(config, role, models[role], device_type, largest))
 
     # an engine and the other roles of its pool may need memory at the same time
@@ -95,6 +90,24 @@ def role_memories(
         if role in by_role and by_role[role].pool == engine.pool:
             by_role[role] = replace(by_role[role], beside_engine=True)
     return list(by_role.values())
+
+
+def sizes_of_step(config: PPOConfig) -> list[CallSize]:
+    """Return the sizes of the calls of a step of our class.
+
+    If code of the user, such as an estimator, fails on stubs, every model also reads and, if it is
+    trained, updates on the whole batch.
+    """
+    from trainer.launch import trainer_class
+    from trainer.stubs import our_class, trace_step  # only plans import it
+
+    nodes, problem = trace_step(config, our_class(trainer_class(config)))
+    sizes = sizes_of(config, nodes)
+    samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    for role, model in models_of(config).items() if problem else ():
+        for method in ("forward", "update_model")[: 1 + model.trains]:
+            sizes.append(size_of(config, model, role, method, samples))
+    return sizes
 
 
 def engine_rests(config: PPOConfig, device_type: str) -> bool:
@@ -115,11 +128,11 @@ def may_rest(config: PPOConfig, device_type: str) -> bool:
 
 
 def largest_pass(
-    config: PPOConfig, role: str, rows: Sequence[SizeRow] | None = None
+    config: PPOConfig, role: str, sizes: Sequence[CallSize] | None = None
 ) -> LargestPass:
     """Return the role's largest pass if all rows have full length.
 
-    `rows` are the parts of a step; by default, the parts that the configuration gives.
+    `sizes` are the calls of a step; by default, those of our class.
     """
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
@@ -127,13 +140,12 @@ def largest_pass(
     dims = dims_of(ranks, models_of(config)[role].sharding)
     width = -(-width // dims.sp)
     most, text_tokens = {True: 0, False: 0}, 0
-    for row in rows_of(config) if rows is None else rows:
-        if row.role == role:
-            num_samples = row.prompts * config.actor_rollout_ref.rollout.n
-            at_once = row.micro_samples * width if row.micro_samples else row.micro_tokens
-            tokens = min(at_once, -(-num_samples // dims.data_size) * width)
-            most[row.trains] = max(most[row.trains], tokens)
-            text_tokens = max(text_tokens, row.trains * row.micro_tokens)
+    for size in sizes_of_step(config) if sizes is None else sizes:
+        if size.role == role:
+            at_once = size.pass_samples * width if size.pass_samples else size.pass_tokens
+            tokens = min(at_once, -(-size.samples // dims.data_size) * width)
+            most[size.trains] = max(most[size.trains], tokens)
+            text_tokens = max(text_tokens, size.trains * size.pass_tokens)
     trained, read = most[True], most[False]
     if config.kind_of(role) in model_rewards(config):  # the role returns one number per row
         return LargestPass(read // width * width, read // width)
@@ -185,40 +197,33 @@ def fit_passes(config: P, devices: Devices) -> P:
 
 
 def _with_fitting_tokens(config: P, devices: Devices) -> P:
-    tokens = tokens_that_fit(config, devices)
-    if tokens is None:
-        return config
-    return changed(config, {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens})
+    """Return the configuration with a number of tokens per pass that fits on every pool.
 
-
-def tokens_that_fit(config: PPOConfig, devices: Devices) -> int | None:
-    """Return the number of tokens per pass that fits on every pool, or None for the default.
-
-    The default is halved until it fits, but not below the longest row. Return None if the default
-    fits, if the user has set a size, if passes are sized by samples, or if the memory of devices or
-    models is not known.
+    The default is halved until it fits, but not below the longest row. The configuration stays as
+    it is if the default fits, if the user has set a size, if passes are sized by samples, or if the
+    memory of devices or models is not known.
     """
     actor = config.actor_rollout_ref.actor
     if not actor.use_dynamic_bsz or actor.ppo_max_token_len_per_gpu is not None:
-        return None
+        return config
     device_bytes = devices.bytes
     if devices.type == "cpu":
         device_bytes = _share_of_this_machine(config)
     pools = set(expand_roles(config.role_mapping).values())
     if device_bytes is None or not pools <= config.resource_pool_spec.keys():
-        return None  # the plan reports a missing pool in more detail
+        return config  # the plan reports a missing pool in more detail
 
-    fewest, default = fewest_tokens_per_pass(config), tokens_per_pass(config)
-    tokens = default
+    fewest, tokens, tried = fewest_tokens_per_pass(config), tokens_per_pass(config), config
     try:
         while tokens > fewest:
-            memories = role_memories(config, devices.type, device_bytes, tokens)
+            memories = role_memories(tried, devices.type, device_bytes)
             if fits(memories, devices.type, device_bytes):
                 break
             tokens = max(fewest, tokens // 2)
+            tried = changed(config, {TOKENS: tokens})
     except (ConfigError, OSError, ValueError):  # the memory cannot be computed
-        return None
-    return tokens if tokens < default else None
+        return config
+    return tried
 
 
 def _share_of_this_machine(config: PPOConfig) -> int | None:

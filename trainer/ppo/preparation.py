@@ -25,7 +25,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes, plan_text
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import batch_line, batch_table, rows_of
+from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.updating import make_ptx_loader
 from trainer.rollouts import preflight
 from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
@@ -112,14 +112,22 @@ def describe(config: PPOConfig, trainer_cls: type, brief: bool = False) -> list[
     A run describes the calls of our class: code of users runs on stubs only in a dry run.
     """
     from trainer.ppo import dataflow  # only plans import it
+    from trainer.stubs import our_class, trace_step
 
     memory = plan_text(config, brief=brief)
     if not config.trainer.dry_run:
-        trainer_cls = dataflow.our_class(trainer_cls)
-    nodes, problem = dataflow.trace_step(config, trainer_cls)
+        trainer_cls = our_class(trainer_cls)
+    nodes, problem = trace_step(config, trainer_cls)
     if brief:
         return [memory, batch_line(config), "\n".join(dataflow.overlaps(nodes))]
     return [memory, batch_table(config, nodes), dataflow.describe(config, nodes, problem)]
+
+
+def stub_inputs(*arguments: Any) -> tuple[Any, ...]:
+    """Return the inputs of the trainer in a step on stubs."""
+    from trainer.ppo.dataflow import stub_inputs  # only plans import it
+
+    return stub_inputs(*arguments)
 
 
 def check_models(config: PPOConfig) -> None:
@@ -139,12 +147,12 @@ def check_models(config: PPOConfig) -> None:
     # a mini-batch needs at least as many passes as the pipeline has ranks
     trained = {role: model for role, model in models.items() if model.trains}
     has_stages = any(model.sharding.pp > 1 for model in trained.values())
-    for row in rows_of(config) if has_stages else ():
-        if row.trains:
-            section = {"actor": "actor_rollout_ref.actor", "critic": "critic"}[row.role]
-            rows = f"{section}.ppo_mini_batch_size", row.prompts * policy.rollout.n
-            at_once = f"{section}.ppo_micro_batch_size_per_gpu", row.micro_samples
-            check_passes(config, row.role, trained[row.role], rows, at_once)
+    for role, model in trained.items() if has_stages else ():
+        if model.mini_batch is not None:
+            section = model.section.removesuffix(".model")
+            rows = f"{section}.ppo_mini_batch_size", model.mini_batch
+            at_once = f"{section}.ppo_micro_batch_size_per_gpu", model.trained_rows
+            check_passes(config, role, model, rows, at_once)
 
     engine = engine_for(policy.rollout.name, devices_of(config.trainer).type)
     if "actor" in models and config.trainer.simulate is None:
@@ -208,6 +216,7 @@ PPO_RUN = RunRecipe(
     worker_code=worker_code,
     check_columns=check_columns,
     describe=describe,
+    stub_inputs=stub_inputs,
     describe_inputs=describe_inputs,
     headline=headline,
     sample_metrics=compute_data_metrics,

@@ -17,62 +17,56 @@ from workers.config import model_rewards, tokens_per_pass
 from workers.parallel.sharding import ParallelDims, dims_of
 
 if TYPE_CHECKING:
-    from trainer.ppo.dataflow import CallNode
-
-CRITIC_COPY = "critic_copy"
-"""Role of a copy of the critic with which a generator computes the values of its samples."""
+    from trainer.stubs import CallNode
+    from workers.training.role_model import RoleModelSpec
 
 
 @dataclass(frozen=True)
-class SizeRow:
-    """The passes of a role without or with gradients.
+class CallSize:
+    """The samples of a call or, if it trains, of an optimizer step, and of its passes on a rank.
 
-    A rank processes `micro_samples` per pass, or `micro_tokens` if `micro_samples` is None.
+    A pass has `pass_samples`, or `pass_tokens` if `pass_samples` is None.
     """
 
     role: str
-    prompts: int
-    micro_samples: int | None
-    micro_tokens: int = 0
-    trains: bool = False
+    method: str
+    samples: int
+    pass_samples: int | None
+    pass_tokens: int
+
+    @property
+    def trains(self) -> bool:
+        """True for a call that updates a model."""
+        return self.method.startswith("update_")
 
 
-def rows_of(config: PPOConfig, tokens_at_once: int | None = None) -> list[SizeRow]:
-    """Return the passes of the roles of this run.
+def sizes_of(config: PPOConfig, nodes: Sequence[CallNode]) -> list[CallSize]:
+    """Return the sizes of the calls that have a batch, of rollouts and of roles with a model."""
+    from trainer.ppo.roles import models_of  # imports torch, which a recipe must not
 
-    `tokens_at_once` is the number of tokens of a pass with dynamic batch sizes whose role sets no
-    number (default: the actor's number).
-    """
-    from trainer.ppo.roles import models_of, scorings_of  # imports torch, which a recipe must not
+    models = models_of(config)
+    return [
+        size_of(config, models.get(role), role, node.method, node.samples)
+        for node in nodes
+        for role in node.roles
+        if node.samples and (role in models or config.kind_of(role) == "rollout")
+    ]
 
-    actor, critic = config.actor_rollout_ref.actor, config.critic
-    mini = actor.ppo_mini_batch_size
 
-    def cut(samples: int | None, tokens: int | None = None) -> tuple[int | None, int]:
-        tokens = tokens or tokens_at_once or tokens_per_pass(config)
-        return None if actor.use_dynamic_bsz else samples, tokens
-
-    of_actor = cut(actor.ppo_micro_batch_size_per_gpu)
-    of_critic = cut(critic.ppo_micro_batch_size_per_gpu, critic.ppo_max_token_len_per_gpu)
-    trained = {
-        "actor": SizeRow("actor", mini, *of_actor, True),
-        "critic": SizeRow("critic", critic.ppo_mini_batch_size or mini, *of_critic, True),
-    }
-    rewards, models = model_rewards(config), models_of(config)
-    scoring = {scoring.role for scoring in scorings_of(config)}
-    rows = []
-    for role in expand_roles(config.role_mapping):
-        kind, prompts = config.kind_of(role), config.prompts_per_call(role)
-        if kind == "rollout":
-            at_once = config.of_role(role).actor_rollout_ref.rollout.max_num_seqs
-            rows.append(SizeRow(role, prompts, at_once))
-        elif kind in rewards:
-            samples = rewards[kind].micro_batch_size_per_gpu
-            rows.append(SizeRow(role, prompts, *((samples, 0) if samples else of_actor)))
-        elif kind in scoring:
-            rows.append(SizeRow(role, prompts, *cut(models[role].rows, models[role].tokens)))
-        rows += [trained[role]] if role in trained else []
-    return rows
+def size_of(
+    config: PPOConfig, model: RoleModelSpec | None, role: str, method: str, samples: int
+) -> CallSize:
+    """Return the size of a call of a role with this number of samples; a rollout has no model."""
+    if model is None:
+        at_once = config.of_role(role).actor_rollout_ref.rollout.max_num_seqs
+        return CallSize(role, method, samples, at_once, 0)
+    actor, reward = config.actor_rollout_ref.actor, model_rewards(config).get(config.kind_of(role))
+    rows = model.rows if reward is None else actor.ppo_micro_batch_size_per_gpu
+    if method.startswith("update_"):
+        rows, samples = model.trained_rows, model.mini_batch or samples
+    own = None if reward is None else reward.micro_batch_size_per_gpu
+    at_once = own or (None if actor.use_dynamic_bsz else rows)
+    return CallSize(role, method, samples, at_once, model.tokens or tokens_per_pass(config))
 
 
 def batch_line(config: PPOConfig) -> str:
@@ -98,27 +92,17 @@ def batch_table(config: PPOConfig, nodes: Sequence[CallNode], heading: str = "Ba
     width = config.data.max_prompt_length + config.data.max_response_length
     num_samples = config.actor_rollout_ref.rollout.n
     pools, models = expand_roles(config.role_mapping), models_of(config)
-    rows = {(row.role, row.trains): row for row in rows_of(config)}
     lines: list[tuple[str, ...]] = [HEAD]
-    for role, node in [(role, call) for call in nodes for role in call.roles if call.reads]:
-        method = node.name.rpartition(".")[2]
-        row = rows.get((role, method.startswith("update_")))
-        if row is None:
-            continue
-        ranks = sum(config.resource_pool_spec[pools[role]])
-        samples = row.prompts * num_samples
-        model = models.get(role)
+    for size in sizes_of(config, nodes):
+        ranks, model = sum(config.resource_pool_spec[pools[size.role]]), models.get(size.role)
         dims = ParallelDims(shard=ranks) if model is None else dims_of(ranks, model.sharding)
-        on_rank = -(-samples // dims.data_size)
-        tokens = -(-on_rank * width // dims.sp)
-        at_once = min(row.micro_samples, on_rank) if row.micro_samples is not None else None
-        cells = (ranks, row.prompts, samples, on_rank)
-        micro = (
-            (BY_TOKENS, f"{min(row.micro_tokens, tokens):,}")
-            if at_once is None
-            else (f"{at_once:,}", f"{-(-at_once * width // dims.sp):,}")
-        )
-        lines.append((f"{role}.{method}", *(f"{cell:,}" for cell in cells), *micro))
+        on_rank = -(-size.samples // dims.data_size)
+        micro = (BY_TOKENS, f"{min(size.pass_tokens, -(-on_rank * width // dims.sp)):,}")
+        if size.pass_samples is not None:
+            at_once = min(size.pass_samples, on_rank)
+            micro = (f"{at_once:,}", f"{-(-at_once * width // dims.sp):,}")
+        cells = (ranks, size.samples // num_samples, size.samples, on_rank)
+        lines.append((f"{size.role}.{size.method}", *(f"{cell:,}" for cell in cells), *micro))
     samples_each = f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt"
     title = (
         f"{samples_each}, each up to {width:,} tokens (prompt and response); updates: a mini-batch"

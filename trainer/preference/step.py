@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainer.data.files import row_limit
-from trainer.data.lm_rows import LMRow
+from trainer.data.lm_rows import STUB_ROW, LMRow
 from trainer.data.pairs import (
     LabeledRow,
     PairRow,
@@ -87,6 +87,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     config: PreferenceConfig
     recipe = replace(ROWS_RUN, role="preference", stages=("data", "mismatched_kl", "update"))
+    stub_rows = (0, LabeledRow(STUB_ROW, STUB_ROW, True)), (0, PairRow(STUB_ROW, STUB_ROW))
     reference: dict[str, Tensor]
     """Log-probs [rows, 2] of `train` and `val` rows: (chosen, rejected) or (own, mismatched)."""
 

@@ -95,12 +95,17 @@ def role_memories(config: RowConfig, device_type: str) -> list[RoleMemory]:
 
 def largest_pass(config: RowConfig, model: RoleModelSpec, dims: ParallelDims) -> LargestPass:
     """Return the largest pass of a rank, which never has more than the rank's rows of a step."""
-    data = config.data
     length = -(-longest_row(config) // dims.sp)
-    num_rows = -(-data.train_batch_size // dims.data_size) * config.num_sides
-    most = data.micro_batch_size_per_gpu * config.num_sides * length
-    tokens = min(num_rows * length, data.max_token_len_per_gpu if data.use_dynamic_bsz else most)
+    num_rows = -(-config.data.train_batch_size // dims.data_size) * config.num_sides
+    tokens = min(num_rows * length, pass_tokens(config, length))
     return LargestPass(tokens, tokens if model.head == "token" else num_rows)
+
+
+def pass_tokens(config: RowConfig, length: int) -> int:
+    """Return the limit of a pass over rows of this length."""
+    data = config.data
+    of_items = data.micro_batch_size_per_gpu * config.num_sides * length
+    return data.max_token_len_per_gpu if data.use_dynamic_bsz else of_items
 
 
 def longest_row(config: RowConfig) -> int:

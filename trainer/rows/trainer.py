@@ -13,11 +13,13 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from trainer.config.checks import check_reads_images
 from trainer.data.files import check_files
+from trainer.data.lm_rows import STUB_ROW
 from trainer.data.loader import RowLoader
+from trainer.data.pairs import PairRow
 from trainer.data.prompts import load_tokenizer
 from trainer.loop import Trainer
 from trainer.memory import role_models
@@ -45,6 +47,8 @@ class RowTrainer(Trainer, Generic[R]):
     """Base class of trainers for one role, whose workers have the method `update_model`."""
 
     config: RowConfig
+    stub_rows: ClassVar[tuple[Any, Any]] = STUB_ROW, PairRow(STUB_ROW, STUB_ROW)
+    """Rows for steps on stubs (`trainer.stubs`) of recipes with one and with two sides."""
 
     def __init__(self, run: Run, loader: RowLoader[R], validation: Sequence[R] = ()) -> None:
         super().__init__(run)
@@ -138,6 +142,12 @@ class RowTrainer(Trainer, Generic[R]):
         self.loader.load_state_dict(state["loader"])
 
 
+def stub_inputs(cls: type[RowTrainer[Any]], config: RowConfig, groups: Any) -> tuple[Any, ...]:
+    """Return the loader of a step on stubs."""
+    row, make_batch = cls.stub_rows[config.num_sides - 1], partial(cls.make_batch, pad_token_id=0)
+    return (RowLoader([row], config.trainer.seed, make_batch),)
+
+
 def worker_code(config: Any) -> list[str]:
     """Return the worker's class, the optimizer, its schedule and, if it is a key, the loss."""
     optim, loss = config.optim, getattr(config, "loss", "")
@@ -195,6 +205,7 @@ ROWS_RUN = RunRecipe(
     resolve=resolve_config,
     worker_code=worker_code,
     describe=describe,
+    stub_inputs=stub_inputs,
     describe_inputs=describe_inputs,
     headline=headline,
 )

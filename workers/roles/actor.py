@@ -64,6 +64,9 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             saved=actor.checkpoint.save_contents,
             section="actor_rollout_ref.actor",
             rows=policy.rollout.log_prob_micro_batch_size_per_gpu,
+            trained_rows=actor.ppo_micro_batch_size_per_gpu,
+            mini_batch=actor.ppo_mini_batch_size * policy.rollout.n,
+            epochs=actor.ppo_epochs,
             parallel=config.axes(actor.parallel),
             replays_routing=replays_routing(policy),
             router_aux_loss_coef=actor.router_aux_loss_coef,
@@ -125,9 +128,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
                 self.engine,
                 data,
                 objective.loss,
-                mini_batch_size=self.config.ppo_mini_batch_size * self.policy.rollout.n,
                 budget=self.budget,
-                epochs=self.config.ppo_epochs,
                 shuffle_seed=shuffle_seed(self.config),
                 extra_batches=[] if ptx is None else [(ptx, self.ptx_loss)],
             )
@@ -152,11 +153,11 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     def require_one_step(self, data: DataProto) -> None:
         """Reject an on-policy batch of several optimizer steps; the second would be off-policy."""
         num_rows = len(data) if data.shard is None else data.shard.total
-        mini_batch_size = self.config.ppo_mini_batch_size * self.policy.rollout.n
-        if self.config.ppo_epochs != 1 or mini_batch_size < num_rows:
+        spec = self.engine.settings
+        if spec.epochs != 1 or (spec.mini_batch or num_rows) < num_rows:
             raise BatchError(
                 "update_actor: meta_info['on_policy'] is set, but "
-                f"ppo_epochs={self.config.ppo_epochs} and mini-batches of {mini_batch_size} "
+                f"ppo_epochs={spec.epochs} and mini-batches of {spec.mini_batch} "
                 f"samples make more than one optimizer step for {num_rows} samples, so the policy "
                 "changes after the first step. Do not set meta_info['on_policy']; provide "
                 "old_log_probs (actor.compute_log_prob)."

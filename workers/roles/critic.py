@@ -52,13 +52,8 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         super().__init__()
         self.config = config.critic
         actor, critic = config.actor_rollout_ref.actor, config.critic
-        prompts = critic.ppo_mini_batch_size
-        if prompts is None:
-            prompts = actor.ppo_mini_batch_size
-        self.mini_batch_size = prompts * config.actor_rollout_ref.rollout.n
         self.loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
         self.loss_scale_factor = actor.loss_scale_factor
-        self.epochs = actor.ppo_epochs if critic.ppo_epochs is None else critic.ppo_epochs
         self.shuffle_seed = shuffle_seed(actor)
         self.budget = value_budget(config)
         self.engine = TrainEngine(
@@ -70,6 +65,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
     def role_model(cls, config: WorkersConfig, role: str = "critic") -> RoleModelSpec:
         """Describe the value model, which is trained."""
         critic, model = config.critic, critic_model(config)
+        actor, num_samples = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
         return RoleModelSpec(
             "critic.model.path",
             model,
@@ -82,6 +78,9 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
             section="critic.model",
             rows=critic.ppo_micro_batch_size_per_gpu,
             tokens=critic.ppo_max_token_len_per_gpu,
+            trained_rows=critic.ppo_micro_batch_size_per_gpu,
+            mini_batch=(critic.ppo_mini_batch_size or actor.ppo_mini_batch_size) * num_samples,
+            epochs=critic.ppo_epochs or actor.ppo_epochs,
             parallel=config.axes(critic.parallel),
         )
 
@@ -111,9 +110,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
                 self.engine,
                 data,
                 self.losses()["value"](data),
-                mini_batch_size=self.mini_batch_size,
                 budget=self.budget,
-                epochs=self.epochs,
                 shuffle_seed=self.shuffle_seed,
             )
         return {f"critic/{name}": value for name, value in metrics.items()} | mfu

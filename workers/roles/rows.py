@@ -83,10 +83,9 @@ class RowWorker(CheckpointMixin, ModelWorker):
     @register(dispatch_mode=TRAIN, readonly=True)
     def update_model(self, data: DataProto) -> CallMetrics:
         """Take one optimizer step on all of these rows; return its metrics."""
-        num_rows = len(data) if data.shard is None else data.shard.total
         with utilization("model", self.engine) as mfu:
             loss = self.losses()[self.loss_name](data)
-            metrics = update(self.engine, data, loss, mini_batch_size=num_rows, budget=self.budget)
+            metrics = update(self.engine, data, loss, budget=self.budget)
         named = {f"train/{name}": value for name, value in metrics.items()}
         return named | mfu | memory_in_use(self.engine.device)
 

@@ -43,6 +43,9 @@ class RoleModelSpec:
         section: the configuration section that contains `fsdp_config`, for messages.
         rows: samples per pass without gradients, if passes are limited by samples.
         tokens: tokens per pass, if the role has its own key for them.
+        trained_rows: samples per pass with gradients, if passes are limited by samples.
+        mini_batch: samples per optimizer step; None: all samples of an update.
+        epochs: passes of an update over its samples.
         replays_routing: True if tokens go to the experts that their rows name.
         router_aux_loss_coef: weight of the load-balancing loss of a mixture of experts.
     """
@@ -60,6 +63,9 @@ class RoleModelSpec:
     section: str = ""
     rows: int | None = None
     tokens: int | None = None
+    trained_rows: int | None = None
+    mini_batch: int | None = None
+    epochs: int = 1
     replays_routing: bool = False
     router_aux_loss_coef: float = 0.0
 

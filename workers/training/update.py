@@ -2,7 +2,7 @@
 
 Example:
 
-    metrics = update(engine, data, loss, mini_batch_size=64, budget=MicroBatchBudget(rows=8))
+    metrics = update(engine, data, loss, budget=MicroBatchBudget(rows=8))
 
 A mini-batch is repeated in smaller passes if the GPU of a rank runs out of memory. `WeightSample`
 estimates the fraction of the weights that an update changed.
@@ -52,14 +52,15 @@ def update(
     data: DataProto,
     loss: Loss,
     *,
-    mini_batch_size: int,
     budget: MicroBatchBudget,
-    epochs: int = 1,
+    mini_batch_size: int | None = None,
+    epochs: int | None = None,
     shuffle_seed: int | None = None,
     extra_batches: Sequence[tuple[DataProto, Loss]] = (),
 ) -> Metrics:
     """Take one optimizer step per mini-batch and epoch, then advance the learning-rate schedule.
 
+    By default, the engine's `RoleModelSpec` sets the size of mini-batches and the number of epochs.
     With a seed, the samples are reshuffled for every epoch. Each step also adds the gradient of its
     part of each of the `extra_batches`, which have their own losses. The metrics are means over the
     steps that were not skipped, or over all steps if all were skipped. `weights_changed_fraction`
@@ -69,7 +70,9 @@ def update(
     rows = engine.take(data, columns)
     others = [(engine.take(extra, of.columns), of) for extra, of in extra_batches]
 
-    count = count_mini_batches(rows.total, mini_batch_size)
+    spec = engine.settings
+    count = count_mini_batches(rows.total, mini_batch_size or spec.mini_batch or rows.total)
+    epochs = spec.epochs if epochs is None else epochs
     orders = epoch_rows(rows, epochs, shuffle_seed, engine.scheduler.num_steps)
     places = [(order, index) for order in orders for index in range(count)]
     results: list[tuple[dict[str, Tensor], Metrics]] = []

@@ -13,10 +13,10 @@ from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.groups.describe import describe_devices
 from trainer.launch import nominal_placement
-from trainer.ppo.dataflow import trace_step
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
-from trainer.ppo.sizes import rows_of
+from trainer.ppo.sizes import sizes_of
+from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
 
 NEEDED = (
@@ -99,13 +99,14 @@ def test_every_generator_is_in_the_table_of_sizes() -> None:
         "algorithm.use_kl_in_reward=true",
         "async_training.generator_settings={0: {max_num_seqs: 2}, 1: {max_num_seqs: 3}}",
     )
-    rows = {row.role: row for row in rows_of(config) if not row.trains}
-    assert set(rows) == {"rollout", "rollout_1", "actor", "ref", "ref_1"}
-    generate, further = rows["rollout"], rows["rollout_1"]
-    assert (generate.prompts, generate.micro_samples) == (4, 2)
-    assert (further.prompts, further.micro_samples) == (4, 3)
-    assert rows["ref_1"].prompts == 4
-    assert rows["actor"].prompts == 8
+    nodes, _ = trace_step(config)
+    sizes = {size.role: size for size in sizes_of(config, nodes) if not size.trains}
+    assert set(sizes) == {"rollout", "rollout_1", "actor", "ref", "ref_1"}
+    generate, further = sizes["rollout"], sizes["rollout_1"]
+    assert (generate.samples, generate.pass_samples) == (4 * 4, 2)
+    assert (further.samples, further.pass_samples) == (4 * 4, 3)
+    assert sizes["ref_1"].samples == 4 * 4
+    assert sizes["actor"].samples == 8 * 4
 
 
 def test_every_generator_is_in_the_table_of_memory(tiny_dir: Path) -> None:

@@ -22,7 +22,7 @@ from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.async_training.step import AsyncTrainer
-from trainer.ppo.dataflow import trace_step
+from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
 from verl_like.placement.roles import expand_roles
 

@@ -10,9 +10,9 @@ from trainer import load_config
 from trainer.config.schema import TrainerConfig
 from trainer.config.settle import settle
 from trainer.launch import nominal_placement
-from trainer.ppo.dataflow import trace_step
 from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
+from trainer.stubs import trace_step
 from trainer.tools.planner.search import partitions
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError

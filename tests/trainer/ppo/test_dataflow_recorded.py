@@ -14,7 +14,8 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer import PPOTrainer, load_config, run
-from trainer.ppo.dataflow import STEP_1_NOTICE, CallNode, describe, trace_step
+from trainer.ppo.dataflow import STEP_1_NOTICE, describe
+from trainer.stubs import CallNode, trace_step
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_column
 

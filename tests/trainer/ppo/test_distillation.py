@@ -13,9 +13,10 @@ from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import FEW_ROWS, calls, numbers, overrides
 from trainer import load_config, run
 from trainer.cli.plan_sections import watch_lines
-from trainer.ppo.dataflow import describe, trace_step
+from trainer.ppo.dataflow import describe
 from trainer.ppo.estimation import compute_distillation_advantage, distill
 from trainer.ppo.memory import role_memories
+from trainer.stubs import trace_step
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import rewards_of

@@ -10,8 +10,8 @@ from tests.integration.runs import POLICY_ALONE, lines, overrides
 from trainer import PPOTrainer, load_config, run
 from trainer.observers.sample_log import tokens_by_sample
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import trace_step
 from trainer.ppo.filters import FILTERS, Filtered, register_filter
+from trainer.stubs import trace_step
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import write_columns

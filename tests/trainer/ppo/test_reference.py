@@ -12,9 +12,9 @@ from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import FEW_ROWS, numbers, overrides
 from tests.workers.samples import with_doubled_head
 from trainer import PPO, load_config, run
-from trainer.ppo.dataflow import trace_step
 from trainer.ppo.memory import role_memories
 from trainer.run_state import Metrics
+from trainer.stubs import trace_step
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
 

@@ -18,7 +18,9 @@ from trainer.config import compose
 from trainer.config.devices import GIB_OF_GPUS
 from trainer.config.recipe import Recipe
 from trainer.config.settings import overrides_of
-from trainer.launch import nominal_placement
+from trainer.launch import nominal_placement, trainer_class
+from trainer.memory import role_models
+from trainer.stubs import CallNode, our_class, trace_step
 from trainer.tools.planner.cost import Device, Gpus, ModelCost, StepRows, pass_seconds
 from trainer.tools.planner.search import (
     Layout,
@@ -73,14 +75,6 @@ class Job(ABC):
         """The data of a step in words."""
 
     @abstractmethod
-    def models_in(self, config: Any) -> dict[str, RoleModelSpec]:
-        """Return the model of every role that has one."""
-
-    @abstractmethod
-    def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """Return (stage, method) of every call of the role in a step."""
-
-    @abstractmethod
     def rows(self, role: str) -> StepRows:
         """Return how many samples a call of the role has, and their lengths."""
 
@@ -93,10 +87,6 @@ class Job(ABC):
         """Return keys that make the passes of a trained model smaller, to try."""
 
     @abstractmethod
-    def role_memory(self, config: Any, role: str, model: RoleModelSpec) -> RoleMemory:
-        """Return the memory of the role in this run, as the run computes it."""
-
-    @abstractmethod
     def memories(self, config: Any) -> list[RoleMemory]:
         """Return the memory of all roles in this run, as the run computes it."""
 
@@ -104,10 +94,33 @@ class Job(ABC):
     def check_run(self, config: Any) -> None:
         """Raise if a check of the run rejects this configuration."""
 
+    def models_in(self, config: Any) -> dict[str, RoleModelSpec]:
+        """Return the model of every role that has one."""
+        return role_models(config)
+
+    def role_memory(self, config: Any, role: str, model: RoleModelSpec) -> RoleMemory:
+        """Return the memory of the role in this run, as the run computes it."""
+        return {memory.role: memory for memory in self.memories(config)}[role]
+
     @functools.cached_property
     def models(self) -> dict[str, RoleModelSpec]:
         """The model of every role that has one, as configured."""
         return self.models_in(self.config)
+
+    @functools.cached_property
+    def nodes(self) -> Sequence[CallNode]:
+        """The calls of a step; those of our own class if the user's fails on stubs."""
+        cls = trainer_class(self.config)
+        nodes, problem = trace_step(self.config, cls)
+        return trace_step(self.config, our_class(cls))[0] if problem else nodes
+
+    def calls(self, role: str) -> Sequence[tuple[str, str]]:
+        """Return (stage, method) of every call of the role with a batch."""
+        return [
+            (node.stage, node.method)
+            for node in self.nodes
+            if role in node.roles and node.samples and node.stage in self.stages
+        ]
 
     @property
     def roles(self) -> list[str]:

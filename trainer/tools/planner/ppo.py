@@ -10,12 +10,11 @@ from itertools import product
 from typing import ClassVar
 
 from trainer.config.devices import devices_of
-from trainer.launch import trainer_class
 from trainer.memory import model_memory
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.dataflow import CallNode, our_class, trace_step
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
 from trainer.ppo.roles import models_of
+from trainer.ppo.sizes import sizes_of
 from trainer.tools.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.tools.planner.job import Job, Keys
 from trainer.tools.planner.records import record_tokens, sampler_seconds
@@ -76,38 +75,21 @@ class PPOJob(Job):
         roles = expand_roles(self.config.role_mapping)
         return [r for r in roles if r in self.models or self.config.kind_of(r) == "rollout"]
 
-    @functools.cached_property
-    def nodes(self) -> Sequence[CallNode]:
-        """The calls of a step; those of our own class if the user's fails on stubs."""
-        cls = trainer_class(self.config)
-        nodes, problem = trace_step(self.config, cls)
-        return trace_step(self.config, our_class(cls))[0] if problem else nodes
-
-    def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """Return (stage, method) for every call of the role with a batch."""
-        return [
-            (node.stage, node.name.rpartition(".")[2])
-            for node in self.nodes
-            if role in node.roles and node.reads and node.stage in self.stages
-        ]
-
     def rows(self, role: str) -> StepRows:
         """Return the samples of a call of the role."""
-        config, actor = self.config, self.config.actor_rollout_ref.actor
+        config, model = self.config, self.models.get(role)
         prompts = config.data.train_batch_size
-        mini, epochs = actor.ppo_mini_batch_size, actor.ppo_epochs
-        if role == "critic":
-            mini = config.critic.ppo_mini_batch_size or mini
-            epochs = config.critic.ppo_epochs or epochs
+        samples = prompts * config.actor_rollout_ref.rollout.n
+        mini_batch = model.mini_batch if model is not None else None
         return StepRows(
-            samples=prompts * config.actor_rollout_ref.rollout.n,
+            samples=samples,
             prompts=prompts,
             prompt=self.mean_prompt,
             responses=self.responses,
             longest=config.data.max_prompt_length + config.data.max_response_length,
             waits=self.waits,
-            mini_batches=-(-prompts // mini),
-            epochs=epochs,
+            mini_batches=-(-samples // (mini_batch or samples)),
+            epochs=1 if model is None else model.epochs,
         )
 
     def pass_tokens(self, config: PPOConfig, model: RoleModelSpec) -> int:
@@ -125,7 +107,8 @@ class PPOJob(Job):
 
     def role_memory(self, config: PPOConfig, role: str, model: RoleModelSpec) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
-        return model_memory(config, role, model, "cuda", largest_pass(config, role))
+        largest = largest_pass(config, role, sizes_of(config, self.nodes))
+        return model_memory(config, role, model, "cuda", largest)
 
     def memories(self, config: PPOConfig) -> list[RoleMemory]:
         """Return the memory of all roles in this run, as the run computes it."""
