@@ -39,7 +39,7 @@ def ppo_sections(config: PPOConfig, measured: str) -> dict[str, list[str]]:
         "Placement": placement_lines(config),
         **generators_sections(config, measured),
         "Calls of a step": describe(config, nodes, problem).splitlines(),
-        "Batch sizes": batch_table(config, nodes, heading="").splitlines(),
+        "Batch sizes": batch_table(config, nodes).splitlines(),
         "Metrics to watch": watch_lines(config),
     }
 

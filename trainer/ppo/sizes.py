@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.roles import models_of
 from verl_like.placement.roles import expand_roles
 from verl_like.terminal import draw_table
 from workers.config import model_rewards, tokens_per_pass
 from workers.parallel.sharding import ParallelDims, dims_of
+from workers.training.role_model import RoleModelSpec
 
 if TYPE_CHECKING:
     from trainer.stubs import CallNode
-    from workers.training.role_model import RoleModelSpec
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,6 @@ class CallSize:
 
 def sizes_of(config: PPOConfig, nodes: Sequence[CallNode]) -> list[CallSize]:
     """Return the sizes of the calls that have a batch, of rollouts and of roles with a model."""
-    from trainer.ppo.roles import models_of  # imports torch, which a recipe must not
-
     models = models_of(config)
     return [
         size_of(config, models.get(role), role, node.method, node.samples)
@@ -58,8 +57,8 @@ def size_of(
 ) -> CallSize:
     """Return the size of a call of a role with this number of samples; a rollout has no model."""
     if model is None:
-        at_once = config.of_role(role).actor_rollout_ref.rollout.max_num_seqs
-        return CallSize(role, method, samples, at_once, 0)
+        rollout = config.of_role(role).actor_rollout_ref.rollout
+        return CallSize(role, method, samples, rollout.max_num_seqs, 0)
     actor, reward = config.actor_rollout_ref.actor, model_rewards(config).get(config.kind_of(role))
     rows = model.rows if reward is None else actor.ppo_micro_batch_size_per_gpu
     if method.startswith("update_"):
@@ -85,10 +84,8 @@ BY_TOKENS = "by tokens"
 """The cell of the samples per pass if the tokens limit a pass."""
 
 
-def batch_table(config: PPOConfig, nodes: Sequence[CallNode], heading: str = "Batch sizes") -> str:
+def batch_table(config: PPOConfig, nodes: Sequence[CallNode]) -> str:
     """Return the table of prompts, samples and tokens of these calls of a step."""
-    from trainer.ppo.roles import models_of  # imports torch, which a recipe must not
-
     width = config.data.max_prompt_length + config.data.max_response_length
     num_samples = config.actor_rollout_ref.rollout.n
     pools, models = expand_roles(config.role_mapping), models_of(config)
@@ -103,9 +100,8 @@ def batch_table(config: PPOConfig, nodes: Sequence[CallNode], heading: str = "Ba
             micro = (f"{at_once:,}", f"{-(-at_once * width // dims.sp):,}")
         cells = (ranks, size.samples // num_samples, size.samples, on_rank)
         lines.append((f"{size.role}.{size.method}", *(f"{cell:,}" for cell in cells), *micro))
-    samples_each = f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt"
     title = (
-        f"{samples_each}, each up to {width:,} tokens (prompt and response); updates: a mini-batch"
+        f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt, each up to {width:,} "
+        "tokens (prompt and response); updates: a mini-batch"
     )
-    title = f"{heading} ({title})" if heading else title
     return "\n".join([title, *draw_table(lines, flush_right=True, zero=BY_TOKENS)])

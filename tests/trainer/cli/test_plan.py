@@ -175,3 +175,13 @@ def test_a_plan_that_does_not_fit_has_alternatives(
     )  # skips the search for enough GPUs
     with pytest.raises(ConfigError, match=words):
         plan.plan(["--gpus=1", "--device=H100", "--memory-gib=6", *settings, *keys])
+
+
+def test_the_plan_counts_every_call_of_a_step_on_rows(settings: list[str]) -> None:
+    path = settings[0].removeprefix("actor_rollout_ref.")
+    calls = {}
+    for loss in ("dpo", "kto"):
+        job = plan.job_of(["dpo", "--gpus=8", "--device=H100", path, f"loss={loss}"])
+        calls[loss] = job.calls("preference")
+    assert calls["dpo"] == [("update", "update_model")]
+    assert calls["kto"] == [("update", "compute_log_prob"), *calls["dpo"]]
