@@ -96,7 +96,7 @@ def note_address(folder: Path) -> None:
 
 
 def with_pool(config: RunConfig, placement: Placement, pool: str) -> Placement:
-    """Return the plan with a further pool, on living nodes with room."""
+    """Return the plan with a further pool, on nodes that are alive and have room."""
     nodes, need = living_nodes(config), needs_of_pools(config)[pool]
     cpus = need.cpus or min(plan.cpus_per_process for plan in placement.pools.values())
     gpus = max((need.devices_on(node) for node in nodes if node.kind == "GPU"), default=0.0)

@@ -155,7 +155,7 @@ class SplitRowLinear(RowLinear):
     """A row layer whose input is not split."""
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Take the rank's columns of whole states."""
+        """Take this rank's columns of the input, which is not split."""
         columns = communicate(inputs[0], self._local_columns, self._gather)
         return super().enter(layer, (columns, *inputs[1:]))
 

@@ -185,7 +185,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     def gradient_norms(self) -> dict[str, float]:
         """Return the norms of the last step's gradients before clipping, by the weights' names.
 
-        The first call turns their computation on, and returns none.
+        The norms are computed from the first call on, so it returns no norm.
         """
         norms, self.engine.gradient_norms = self.engine.gradient_norms or {}, {}
         return norms

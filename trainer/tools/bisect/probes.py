@@ -171,7 +171,7 @@ CLIPPING = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 
 
 def loss(name: str, step: Step, settings: Settings, changed: set[str]) -> Numbers:
-    """Return the policy loss of one update, and the KL in the loss, if it is `loss`."""
+    """Return the policy loss of one update; under the name `loss`, with the KL in the loss."""
     mask, estimates = step.mask, step.tensor("advantages")
     reference, policy = step.tensor("ref_log_prob"), step.log_probs("log_probs", "old_log_probs")
     if mask is None or estimates is None or step.num_updates > 1:
