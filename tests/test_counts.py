@@ -8,8 +8,8 @@ from tests import ROOT
 from tests.conftest import load
 
 counts = load("tools/counts.py")
-MOST_LINES, MOST_FILES = 23_550, 208
-"""Limits that may only fall. The goal is 23,000 lines in 200 files."""
+MOST_LINES, MOST_FILES = 23_000, 200
+"""Limits that may only fall."""
 NOT_NEEDED = ("trainer/tools", "workers/agents")
 
 

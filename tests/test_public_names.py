@@ -17,7 +17,7 @@ from trainer.config.keys import config_keys
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
-from workers.rewards.functions import trust_kwargs
+from workers.rewards.scorer import trust_kwargs
 
 PUBLIC = ("verl_like", "verl_like.extend")
 """The modules that users of runs import, and authors of extensions."""

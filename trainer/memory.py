@@ -15,7 +15,7 @@ from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import worker_class
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from verl_like.terminal import draw_table
 from workers.memory import (
     GIB,

@@ -36,7 +36,7 @@ from verl_like.calls.group import BoundMethod, WorkerGroup
 from verl_like.calls.result import CallResult
 from verl_like.calls.wire import BOTH, METRICS
 from verl_like.config_key import changed
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.columns import COLUMNS, Column, columns_of, format_like
 from workers.config import has_environment
 from workers.rollout.batches import REQUEST, batch_of, samples_of

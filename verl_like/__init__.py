@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.calls.dispatch import register_dispatch_mode as register_dispatch_mode
     from verl_like.calls.dispatch import update_dispatch_mode as update_dispatch_mode
     from verl_like.calls.group import WorkerGroup as WorkerGroup
-    from verl_like.placement.roles import Role as Role
+    from verl_like.placement.pools import Role as Role
     from verl_like.tensor_ops.balance import (
         get_group_balanced_partitions as get_group_balanced_partitions,
     )

@@ -93,7 +93,8 @@ class RemoteFolder:
         draft = draft_beside(to)
         try:
             self.system.get_file(self.path(name), str(draft))
-            if (size := draft.stat().st_size) != info.get("size", size):
+            size = draft.stat().st_size
+            if size != info.get("size", size):
                 raise OSError(f"only {size:,} of {info['size']:,} bytes of {name} arrived")
             draft.replace(to)
         finally:

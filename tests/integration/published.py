@@ -15,7 +15,7 @@ import torch
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from trainer.api.recipes import GRPO, SFT
 from verl_like.errors import ConfigError
-from workers.models.classes import MODEL_ERRORS
+from workers.models.causal_lm import MODEL_ERRORS
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 PROMPTS = ["say a", "say b", "say ab", "say c"]

@@ -13,7 +13,7 @@ from tests.integration.runs import FEW_ROWS, calls, lines, overrides
 from trainer import load_config, main_ppo, run
 from verl_like.errors import ConfigError
 from workers.config import model_rewards
-from workers.rewards.call import FunctionSpec
+from workers.rewards.scorer import FunctionSpec
 from workers.rewards.server import RewardServer
 
 GRPO = (

@@ -13,7 +13,7 @@ from trainer.ppo.filters import active_filters
 from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.resume import ResumePoint
 from verl_like.errors import CheckpointError, ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.config import ROLLOUT_ENGINES
 from workers.weights.transfer import WeightSender
 

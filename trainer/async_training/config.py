@@ -12,7 +12,7 @@ from trainer.async_training.topology import ANY_RANK, CRITIC_COPY, Topology, gen
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
 from verl_like.config_key import ReadWhen, Section, changed, config_field
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
 

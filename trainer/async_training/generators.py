@@ -45,7 +45,7 @@ from verl_like.errors import (
     WorkerDiedError,
 )
 from verl_like.files import write_whole
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 
 PAUSE_S = 600.0
 """Seconds without a finished chunk after which a validation that waits for generators fails."""

@@ -33,7 +33,7 @@ from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from trainer.ppo.recipe import complete as complete_ppo
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from verl_like.registry import load_object
 
 NUMBERS = ("async_training.generators", "async_training.trainers")

@@ -26,7 +26,7 @@ from trainer.rows.trainer import step_sizes
 from trainer.stubs import trace_step
 from trainer.tools.report.read import read_run
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.losses.registry import POLICY_LOSSES
 
 

@@ -16,8 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trainer.config.keys import KINDS, Arguments, Key, leaves_of, leaves_of_items
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
-from verl_like.placement.pools import ResourcePool
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import ResourcePool, expand_roles
 from verl_like.registry import registry_of
 from workers.parallel.sharding import Sharding, dims_of
 

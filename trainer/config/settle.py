@@ -23,7 +23,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import notice_of, without_unread
 from verl_like.config_key import changed, freeze
 from verl_like.errors import ConfigError, nearest
-from verl_like.placement.roles import expand_roles, roles_by_pool, roles_named
+from verl_like.placement.pools import expand_roles, roles_by_pool, roles_named
 from verl_like.registry import load_object
 from workers.config.rollout import RolloutConfig
 

@@ -21,7 +21,7 @@ from verl_like.files import is_remote
 from verl_like.registry import load_from
 from verl_like.signatures import CallSignature, check_call
 from workers.chats import IMAGE_TYPES
-from workers.rewards.functions import GIVE_REWARD
+from workers.rewards.outcome import GIVE_REWARD
 
 if TYPE_CHECKING:
     from workers.images import ImageRef

@@ -30,8 +30,7 @@ from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.columns import ENVIRONMENT, IMAGES, PLAYERS
 from workers.config import has_environment
-from workers.models.folder import UNREADABLE
-from workers.models.tokenizers import check_template
+from workers.models.folder import UNREADABLE, check_template
 
 logger = logging.getLogger(__name__)
 

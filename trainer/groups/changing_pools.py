@@ -17,7 +17,7 @@ from trainer.groups.nodes import needs_of_pools, plan_on, require_shared_folder
 from verl_like.errors import InsufficientResourcesError, PlacementError
 from verl_like.files import write_whole
 from verl_like.placement.plan import Placement, PoolPlan
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 
 RAY_ADDRESS = "ray_address.txt"
 """The file of the run folder with the address at which other nodes join its cluster."""

@@ -28,8 +28,7 @@ from verl_like.calls.transport import Transport
 from verl_like.errors import ConfigError, PlacementError, WorkerError, nearest
 from verl_like.files import write_whole
 from verl_like.placement.plan import Placement, PoolPlan
-from verl_like.placement.pools import ResourcePool
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import ResourcePool, expand_roles
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 from verl_like.threads import in_daemon

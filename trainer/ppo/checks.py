@@ -25,7 +25,7 @@ from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import arguments_of
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.config import critic_optim, is_actors_module, tokens_per_pass
 from workers.config.conditions import has_only_teacher, has_teacher
 from workers.losses.registry import get_policy_loss, traits_of

@@ -24,7 +24,7 @@ from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, ConfigError, nearest
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from verl_like.signatures import is_required
 from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
 from workers.config import model_rewards

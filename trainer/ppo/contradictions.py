@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, wants_kl_in_loss
 from trainer.ppo.config import PPOConfig
-from workers.losses.importance_ratio import clip_widths
-from workers.losses.registry import POLICY_LOSSES, LossTraits, traits_of
+from workers.losses.registry import POLICY_LOSSES, LossTraits, clip_widths, traits_of
 
 ACTOR = "actor_rollout_ref.actor"
 WIDEST_RANGE_OF_SEQUENCES = 0.05

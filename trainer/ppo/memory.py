@@ -22,7 +22,7 @@ from trainer.ppo.sizes import CallSize, size_of, sizes_of
 from trainer.ppo.updating import longest_row
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from verl_like.process.machine import memory_gib
 from workers.config import fewest_tokens_per_pass, is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import (

@@ -28,12 +28,12 @@ from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.updating import make_ptx_loader
 from trainer.rollouts import preflight
-from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
+from trainer.rollouts.reward_checks import reject_wrong_results, try_rewards
 from trainer.run_folder.metrics import headline
 from trainer.run_recipe import RunRecipe
 from workers.config import critic_optim, has_environment, replays_routing, scores_by_rule
+from workers.models.folder import check_same_tokenizer, set_template_variables
 from workers.models.memory_shapes import check_adapter, meta_model
-from workers.models.tokenizers import check_same_tokenizer, set_template_variables
 from workers.rewards.weighted import make_rewards
 from workers.rollout.build import check_notes_routing, engine_for
 

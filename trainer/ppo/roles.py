@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 from trainer.groups.worker_groups import worker_class
 from verl_like.calls.dispatch import registered_methods
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from verl_like.registry import load_object
 from workers.columns import columns_of
 from workers.training.role_model import RoleModelSpec

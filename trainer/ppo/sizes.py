@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from verl_like.terminal import draw_table
 from workers.config import model_rewards, tokens_per_pass
 from workers.parallel.sharding import ParallelDims, dims_of

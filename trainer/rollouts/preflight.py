@@ -11,7 +11,7 @@ from trainer.data.model_config import num_positions, read_model_config
 from trainer.data.prompts import PromptSet
 from trainer.groups.nodes import joined_cluster
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from verl_like.registry import check_file
 from workers.config import has_environment, rewards_of
 from workers.models.folder import model_folder

@@ -10,14 +10,14 @@ from trainer.data.files import check_files, row_limit
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.loop import Trainer
 from trainer.rollouts import preflight
-from trainer.rollouts.reward_trial import reject_wrong_results, try_rewards
+from trainer.rollouts.reward_checks import reject_wrong_results, try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles, rollout_arguments
 from trainer.run_folder.metrics import headline
 from trainer.run_recipe import RunRecipe
 from trainer.run_state import Run
 from verl_like.errors import ConfigError
 from workers.config import has_environment, scores_by_rule
-from workers.models.tokenizers import set_template_variables
+from workers.models.folder import set_template_variables
 from workers.rewards.weighted import Rewards, make_rewards
 
 logger = logging.getLogger(__name__)

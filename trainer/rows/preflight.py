@@ -17,7 +17,7 @@ from trainer.memory import (
 )
 from trainer.rows.config import RowConfig
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.config.rows import LONGEST_ROW
 from workers.memory import LargestPass, RoleMemory
 from workers.models.load import check_weights

@@ -42,7 +42,6 @@ from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, VerlLikeError, WorkerError
 from verl_like.files import draft_beside, json_objects, replace_folder, write_whole
-from verl_like.process.random_state import save_random_state
 from workers.training.manifest import add_files
 
 AFTER_LOSS_S = 10.0
@@ -107,6 +106,8 @@ class Checkpoints:
             saves = [getattr(groups[role], save).remote(str(part / role), step) for role in roles]
             left = zip(roles, gather(*saves), strict=True)
             self._unwritten = {role: groups[role] for role, ranks in left if any(ranks or ())}
+            from verl_like.process.random_state import save_random_state
+
             save_random_state(part / "random.json")
             write_more(part)
             write_whole(part / "trainer.json", json.dumps(state, indent=1))

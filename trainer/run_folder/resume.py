@@ -44,7 +44,6 @@ from verl_like.files import (
     read_json_object,
     write_whole,
 )
-from verl_like.process.random_state import load_random_state
 from workers.config.conditions import may_read_images
 from workers.config.model import IMAGE_BACKEND
 
@@ -177,6 +176,8 @@ class ResumePoint:
 
     def _load(self, start: Path, groups: Any) -> dict[str, Any]:
         gather(*(groups[role].load_checkpoint.remote(str(start / role)) for role in groups))
+        from verl_like.process.random_state import load_random_state
+
         load_random_state(start / "random.json")
         try:
             state = read_json_object(start / "trainer.json")

@@ -10,26 +10,20 @@ in `TRACKERS`, and others by their dotted path.
 
 from __future__ import annotations
 
-import html
 import logging
 import math
-import re
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
 from trainer.run_folder.metrics import spread
-from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
-from verl_like.errors import ConfigError
-from verl_like.files import json_line, json_objects, write_whole
-from verl_like.masking import masked
+from verl_like.files import json_line, json_objects
 
 logger = logging.getLogger(__name__)
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
@@ -41,6 +35,8 @@ MOST_SAMPLES = 16
 """Maximum number of rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 """Format of the bar, so short that the first number is visible on a terminal of 40 columns."""
+BUILT_IN = ("console", "tensorboard", "trackio", "wandb")
+"""The trackers that need not be registered; all but the console are in `trackers`."""
 Headline = Callable[[Mapping[str, float]], Sequence[str]]
 """Returns a step's numbers for the console, in words; empty if the recipe has none."""
 
@@ -56,10 +52,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Called after the last step, or after a step that failed."""
-
-
-Rows = Sequence[Mapping[str, Any]]
-"""Samples, with the fields of a line of `validation/N.jsonl` or `rollouts/N.jsonl`."""
 
 
 class JsonLines:
@@ -162,120 +154,6 @@ def scores_of(metrics: Mapping[str, float]) -> list[str]:
     return [f"{name} {metrics[name]:.4g}" for name in metrics if name.startswith("val-core/")]
 
 
-class TensorBoard:
-    """Event files in `tensorboard/` of the run folder."""
-
-    def __init__(self, config: RunConfig, total_steps: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(Path(config.trainer.default_local_dir) / "tensorboard"))
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def write_samples(self, name: str, rows: Rows, step: int) -> None:
-        table = [list(rows[0]), ["---"] * len(rows[0]), *(row.values() for row in rows)]
-        lines = ("| " + " | ".join(map(_in_markdown, cells)) + " |" for cells in table)
-        self._writer.add_text(f"samples/{name}", "\n".join(lines), step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _in_markdown(cell: Any) -> str:
-    """Return a table cell on one line, with all markup escaped."""
-    text = html.escape(str(cell)).replace("\n", "<br>")
-    return re.sub(r"([\\`*_{}\[\]|#~$!])", r"\\\1", text)
-
-
-class OnlineRun:
-    """A run of W&B, or of trackio, which copies W&B's interface."""
-
-    def __init__(self, run: Any, module: Any, **table_options: Any):
-        self._run, self._module, self._table_options = run, module, table_options
-
-    def write(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def write_samples(self, name: str, rows: Rows, step: int) -> None:
-        cells = [list(row.values()) for row in rows]
-        table = self._module.Table(list(rows[0]), cells, **self._table_options)
-        self._run.log({f"samples/{name}": table}, step=step)
-
-    def close(self) -> None:
-        """Finish the run, and send everything that is not sent yet."""
-        self._run.finish()
-
-
-def start_wandb(config: RunConfig, total_steps: int) -> OnlineRun:
-    """Start a Weights & Biases run with the configuration, or resume the run of the run folder."""
-    import wandb
-
-    trainer = config.trainer
-    # `ResumePoint.discard_later_steps` deletes this file if the run starts from the beginning
-    file = Path(trainer.default_local_dir) / WANDB_ID
-    try:
-        run = wandb.init(
-            project=trainer.project_name,
-            name=trainer.experiment_name,
-            dir=trainer.default_local_dir,
-            config=masked(asdict(config)),
-            id=file.read_text(encoding="utf-8") if file.is_file() else None,
-            resume="allow",
-        )
-    except wandb.errors.Error as error:
-        raise ConfigError(
-            "trainer.logger includes wandb, but W&B could not start a run: "
-            f"{str(error).rstrip('.')}. Log in with `wandb login` or set WANDB_API_KEY; set "
-            "WANDB_MODE=offline to log locally; or remove wandb from trainer.logger."
-        ) from error
-    write_whole(file, run.id)
-    return OnlineRun(run, wandb, allow_mixed_types=True)
-
-
-def start_trackio(config: RunConfig, total_steps: int) -> OnlineRun:
-    """Start a run of trackio with the configuration, or resume the run of the run folder.
-
-    trackio finds a run by its name, so each new run gets a unique name.
-    """
-    import trackio
-
-    trainer = config.trainer
-    file = Path(trainer.default_local_dir) / TRACKIO_RUN
-    is_resumed = file.is_file()
-    name = f"{trainer.experiment_name}-{uuid.uuid4().hex[:6]}"
-    if is_resumed:
-        name = file.read_text(encoding="utf-8")
-    try:
-        run = trackio.init(
-            project=trainer.project_name,
-            name=name,
-            config=masked(asdict(config)),
-            resume="allow" if is_resumed else "never",
-            embed=False,  # no dashboard in a notebook's cell
-        )
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "trainer.logger includes trackio, but trackio could not start a run: "
-            f"{str(error).rstrip('.')}. Unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log "
-            "locally, or remove trackio from trainer.logger."
-        ) from error
-    write_whole(file, name)
-    return OnlineRun(run, trackio)
-
-
-BUILT_IN: dict[str, Callable[..., Tracker]] = {
-    "console": Console,
-    "tensorboard": TensorBoard,
-    "trackio": start_trackio,
-    "wandb": start_wandb,
-}
-"""The trackers that need not be registered, by their names in `TRACKERS`."""
-
-
 @dataclass(frozen=True)
 class Tracking:
     """Writes a step's metrics to every tracker, and tables of samples to trackers that take them.
@@ -334,8 +212,12 @@ def make_tracking(
                     tracker: Tracker = Console(
                         total_steps, console_headline, sys.stderr if is_in_notebook() else None
                     )
+                elif name in BUILT_IN:
+                    from trainer.run_folder.trackers import START
+
+                    tracker = START[name](config, total_steps)
                 else:
-                    tracker = (BUILT_IN.get(name) or TRACKERS.look_up(name))(config, total_steps)
+                    tracker = TRACKERS.look_up(name)(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")
             except ImportError as err:
                 way_out = f"Install it with: pip install 'verl-like[{name}]'"

@@ -17,7 +17,7 @@ from trainer.ppo.verl import translate
 from verl_like.config_key import Section, config_field
 from verl_like.errors import ConfigError
 from verl_like.files import is_remote
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.config import WorkersConfig
 
 CLIENTS_SAY = "each request sets it"

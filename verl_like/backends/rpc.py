@@ -333,8 +333,10 @@ class ProcessTransport(Transport):
                     stacks[rank] = answers[rank].result()
                 continue
             path, pid = process.log_path(), self.pid_here(rank)
-            if path is not None and pid is not None and (text := stack_by_signal(pid, path)):
-                stacks[rank] = text
+            if path is not None and pid is not None:
+                text = stack_by_signal(pid, path)
+                if text:
+                    stacks[rank] = text
         return stacks
 
     @abstractmethod
@@ -346,7 +348,8 @@ class ProcessTransport(Transport):
         lost, now = {}, time.monotonic()
         for rank in ranks:
             pid = self.pid_here(rank)
-            if rank < len(self.requests) and (dead := self.requests[rank].dead):
+            dead = self.requests[rank].dead if rank < len(self.requests) else None
+            if dead:
                 lost[rank] = str(dead)
             elif pid is None or process_state(pid) != "T":
                 self._stopped_since.pop(rank, None)

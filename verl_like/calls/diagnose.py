@@ -153,7 +153,8 @@ def who_waits(stacks: Mapping[int, str], ranks: Sequence[int]) -> str:
         missing = "a rank outside this group, or the network, is missing"
         return f"all ranks are in the same collective ({places}): {missing}."
 
-    locks = {rank: place for rank in ranks if (place := _lock_of(stacks[rank]))}
+    places_of = {rank: _lock_of(stacks[rank]) for rank in ranks}
+    locks = {rank: place for rank, place in places_of.items() if place}
     if locks:
         return (
             f"{_by_place(locks)} waits for a lock, an event or a queue of its own process. Its "

@@ -399,7 +399,8 @@ def _with_others(failures: Sequence[BaseException]) -> BaseException:
     first = next((f for f in failures if isinstance(f, WorkerDiedError)), failures[0])
     others = [f for f in failures if (type(f), str(f)) != (type(first), str(first))]
     _note_some(first, [f"another rank raised {type(other).__name__}: {other}" for other in others])
-    if (same := len(failures) - len(others)) > 1:
+    same = len(failures) - len(others)
+    if same > 1:
         first.add_note(f"{same} ranks failed with this error")
     return first
 

@@ -135,7 +135,9 @@ def form_of(headers: Sequence[Header], where: str) -> str:
                 "DataProto.from_tensordict(). To collect one value per rank, register it with "
                 "Dispatch.DP_COMPUTE_METRIC."
             )
-    return BOTH if BOTH in forms.values() else METRICS if alone else BATCH
+    if BOTH in forms.values():
+        return BOTH
+    return METRICS if alone else BATCH
 
 
 def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]]:

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from verl_like.errors import InsufficientResourcesError, PlacementError, few
-from verl_like.placement.pools import NodeSpec, ProcessNeeds, ResourcePool, cpu_share
-from verl_like.placement.roles import roles_by_pool
+from verl_like.placement.pools import NodeSpec, ProcessNeeds, ResourcePool, cpu_share, roles_by_pool
 from verl_like.terminal import draw_table
 
 NODES_ALONE = 8

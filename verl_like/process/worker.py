@@ -29,7 +29,6 @@ from torch.distributed import HashStore, Store, TCPStore, distributed_c10d  # ty
 from verl_like.calls.dispatch import Dispatch, Execute, register
 from verl_like.errors import WorkerError
 from verl_like.process.info import ProcessInfo
-from verl_like.process.random_state import load_random_state, save_random_state
 
 _OF_PROCESS: list[Store] = []
 """Holds the store of the default process group, because torch does not keep its Python object."""
@@ -258,6 +257,8 @@ class Worker:
         overrides this method and `load_checkpoint`.
         """
         Path(path).mkdir(parents=True, exist_ok=True)
+        from verl_like.process.random_state import save_random_state
+
         save_random_state(Path(path) / f"{self.rank}.json")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -275,6 +276,8 @@ class Worker:
         """Restore the state that `save_checkpoint` wrote, if there is one for this rank."""
         saved = Path(path) / f"{self.rank}.json"
         if saved.is_file():
+            from verl_like.process.random_state import load_random_state
+
             load_random_state(saved)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)

@@ -17,7 +17,8 @@ class ColocatedWorker(Worker):
 
     def __getattr__(self, name: str) -> Any:
         """Return the worker of another role."""
-        if name in type(self)._colocated_classes and (worker := self.sibling(name)):
+        worker = self.sibling(name) if name in type(self)._colocated_classes else None
+        if worker is not None:
             return worker
         raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
 

@@ -121,7 +121,8 @@ def parse(text: str, forms: Collection[str] = ()) -> tuple[list[ToolCall], str]:
     if calls:  # an argument may contain any tag
         return calls, rest
     for name in FORMS:
-        if (not forms or name in forms) and (blocks := _blocks(text, name)):
+        blocks = _blocks(text, name) if not forms or name in forms else []
+        if blocks:
             begins = [0, *(end for _, end, _ in blocks)]
             ends = [*(begin for begin, _, _ in blocks), len(text)]
             rest = "".join(text[begin:end] for begin, end in zip(begins, ends, strict=True))
@@ -220,8 +221,10 @@ def _read(text: str, form: str) -> list[ToolCall]:
     if form == "harmony":  # between name and arguments are the message's channel and type
         header, _, arguments = text.partition("<|message|>")
         text = re.split(r"[^\w.-]", header, maxsplit=1)[0] + arguments.strip()
-    if re.match(rf'<|name="|{NAME}\s*(?:<arg_key>|\Z)', text) and (calls := _tagged(text)):
-        return calls
+    if re.match(rf'<|name="|{NAME}\s*(?:<arg_key>|\Z)', text):
+        calls = _tagged(text)
+        if calls:
+            return calls
     if match := NAME_AND_JSON.fullmatch(text):
         return [_with_arguments(match[1], match[2].strip().removesuffix("```"))]
     if re.match(rf"\[?\s*{NAME}\(", text):

@@ -82,7 +82,8 @@ def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
             f"receive {', '.join(ARGUMENTS)} and the names in environment.kwargs. Give the "
             f"parameter a default, or set environment.kwargs.{missing[0]}."
         )
-    if unknown := sorted({*kwargs} - known) if not takes_all else sorted({*kwargs} & {*ARGUMENTS}):
+    unknown = sorted({*kwargs} & {*ARGUMENTS} if takes_all else {*kwargs} - known)
+    if unknown:
         reason = "which the run sets itself" if takes_all else "but the agent has no such parameter"
         raise ConfigError(f"environment={path}: environment.kwargs sets {unknown[0]!r}, {reason}.")
 

@@ -372,7 +372,8 @@ class Trajectory:
         """Append ids that the policy reads, so that a turn can start; the first are the prompt."""
         of_agent = None if self.request is None else self.request["max_tokens"]
         bounds = [n for n in (self.setting.config.max_tokens_per_turn, of_agent) if n is not None]
-        if (left := self._left_in_segment(ids, begins_segment)) < math.inf:
+        left = self._left_in_segment(ids, begins_segment)
+        if left < math.inf:
             bounds.append(int(left))
         length = len(self.sample.tokens) + len(ids) if self.num_turns else 0
         end_at = length + min(bounds) if bounds else None
@@ -421,7 +422,8 @@ class Trajectory:
             raise RejectedRequest(words, "token_ids")
         length = len(self.sample.tokens) + len(ids)
         if not self.num_turns:
-            if len(ids) > (width := engine.limits.prompt_width):
+            width = engine.limits.prompt_width
+            if len(ids) > width:
                 words = f"{len(ids)} tokens, but data.max_prompt_length is {width}"
                 raise RejectedRequest(f"the first request has {words}", "messages", TOO_LONG)
             self._append(ids)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import ReadWhen, Section, config_field, unless, when
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from verl_like.registry import Registry
 from workers.config.conditions import SPLIT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS

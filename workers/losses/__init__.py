@@ -4,7 +4,7 @@ Policy losses are in `per_token` (PPO's clip, CISPO, SAPO, DPPO, …), `per_sequ
 `covariance`, registered by name in `workers.losses.registry.POLICY_LOSSES`. Each is the formula of
 its paper, and autograd gives the gradient. To add one, write a file and import it below. The policy
 losses use `registry.token_loss` (turns a function of tokens into a policy loss), `aggregate`
-(reduces token losses to one number) and `importance_ratio`.
+(reduces token losses to one number).
 
 `correction` and `rejection` weight or reject tokens that another policy sampled, and `mismatch`
 measures the difference from that policy. The critic's loss is in `value`, the KL to the reference

@@ -27,7 +27,7 @@ from verl_like.errors import ConfigError
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import RolloutCorrectionConfig
 from workers.losses.aggregate import Gauge, MaskedRows, row_blocks
-from workers.losses.importance_ratio import LARGEST_LOG_RATIO
+from workers.losses.registry import LARGEST_LOG_RATIO
 from workers.losses.rejection import SECTION, Bounds, Criterion, criteria_of, lengths, weight_bounds
 
 

@@ -13,8 +13,15 @@ from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import ActorConfig
-from workers.losses.importance_ratio import CLIP_RANGE, clip_range, log_ratio
-from workers.losses.registry import POLICY_LOSSES, NotNegative, Share, token_loss
+from workers.losses.registry import (
+    CLIP_RANGE,
+    POLICY_LOSSES,
+    NotNegative,
+    Share,
+    clip_range,
+    log_ratio,
+    token_loss,
+)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
 from workers.losses.aggregate import Gauge, MaskedRows, row_blocks
-from workers.losses.importance_ratio import LARGEST_LOG_RATIO
+from workers.losses.registry import LARGEST_LOG_RATIO
 
 SAMPLE_MEANS = (
     "training_ppl",

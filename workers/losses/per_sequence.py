@@ -10,14 +10,15 @@ from torch import Tensor
 
 from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import ActorConfig
-from workers.losses.importance_ratio import (
+from workers.losses.registry import (
     CLIP_RANGE,
     LARGEST_LOG_RATIO,
+    POLICY_LOSSES,
     clip_range,
     clip_widths,
     log_ratio,
+    token_loss,
 )
-from workers.losses.registry import POLICY_LOSSES, token_loss
 
 
 @POLICY_LOSSES.register("geo_mean", "gmpo")

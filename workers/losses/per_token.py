@@ -10,8 +10,15 @@ from torch import Tensor
 
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
-from workers.losses.importance_ratio import CLIP_RANGE, clip_range, clip_widths, log_ratio
-from workers.losses.registry import POLICY_LOSSES, Positive, token_loss
+from workers.losses.registry import (
+    CLIP_RANGE,
+    POLICY_LOSSES,
+    Positive,
+    clip_range,
+    clip_widths,
+    log_ratio,
+    token_loss,
+)
 
 _SMALLEST = 1e-8
 """Lower bound for the probability of "another token", so that the KL is always finite."""

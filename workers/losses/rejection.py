@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, nearest
-from workers.losses.importance_ratio import LARGEST_LOG_RATIO
+from workers.losses.registry import LARGEST_LOG_RATIO
 
 CRITERIA = (
     *("token_k1", "token_k2", "token_k3"),

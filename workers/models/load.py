@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,11 +28,12 @@ from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
 from workers.config import ModelConfig
 from workers.config.conditions import is_bare_config
-from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
-from workers.models.checkpoint_format import WeightGroup, checkpoint_format
-from workers.models.classes import build_class
+from workers.models.causal_lm import Head, ScalarHeadModel, build_class, empty_model
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.state import is_adapter, local_rows, local_shard, named_state
+
+if TYPE_CHECKING:
+    from workers.models.checkpoint_format import WeightGroup
 
 COMPUTED = (
     r"rotary_emb\.inv_freq$",
@@ -111,6 +112,8 @@ def load_weights(
         _reject_unfit(config, unfit)
         stored_names = _load_converted(module, missing, config, source) if missing else set[str]()
         if not missing and full_module is not module:
+            from workers.models.checkpoint_format import checkpoint_format
+
             groups = checkpoint_format(str(source.path)).groups.values()
             stored_names = {name for group in groups for name in group.stored}
         extra = _describe_unused(module, source.unknown_entries(full_module, stored_names))
@@ -300,6 +303,8 @@ def _load_converted(
     Returns the names of the folder's tensors from which they were converted, and of a language
     model's head that the module does not have.
     """
+    from workers.models.checkpoint_format import checkpoint_format
+
     groups, taken = checkpoint_format(str(source.path)).groups, set[str]()
     for name in [*missing]:
         group = groups.get(name)
@@ -324,7 +329,8 @@ def _fill_group(missing: dict[str, Tensor], group: WeightGroup, source: Folder) 
     If experts are stored separately, a rank reads only the slices that it needs.
     """
     weights = {name: missing.pop(name) for name in group.names if name in missing}
-    if (stacked := group.stacked) is not None:
+    stacked = group.stacked
+    if stacked is not None:
         (weight,) = weights.values()
         _copy(weight, _Stacked([[source.find(name) for name in of_one] for of_one in stacked]))
         return

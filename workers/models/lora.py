@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from verl_like.errors import ConfigError, nearest
 from workers.config import ModelConfig
 from workers.models.attention import log_once
-from workers.models.causal_lm import ScalarHeadModel, language_half
-from workers.models.classes import has_towers
+from workers.models.causal_lm import ScalarHeadModel, has_towers, language_half
 from workers.models.quantize import NF4Weight
 from workers.models.state import Named, is_adapter
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file

@@ -128,7 +128,8 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     for owner, name in parts.ends:
         last += stored(owner._modules[name])  # type: ignore[arg-type]
     head = module.get_output_embeddings()
-    if (words := len(getattr(head, "base_layer", head).weight)) > 1:
+    words = len(getattr(head, "base_layer", head).weight)
+    if words > 1:
         last += min(words * num_tokens, LARGEST_LOGITS // 4)
     costs = [stored(layer) + of_pass(layer) for layer in parts.layers]
     return deal(costs, first, last, num_stages)

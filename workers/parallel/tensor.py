@@ -408,7 +408,8 @@ def _style_by_plan(
     if issubclass(style, ColumnLinear | RowLinear) and not isinstance(layer, nn.Linear):
         other = type(layer).__name__
         raise NoSplit(f"transformers' plan splits {path} as a linear layer, but it is a {other}")
-    if style is Experts and (others := layer._parameters.keys() - placements.keys()):
+    others = layer._parameters.keys() - placements.keys()
+    if style is Experts and others:
         missing = ", ".join(sorted(others))
         raise NoSplit(f"transformers' plan has no rule for {missing} of {path}")
     return style

@@ -11,20 +11,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
-from verl_like.process.sandbox import Sandbox
 from workers.chats import text_of
+from workers.rewards.outcome import Sample
 
-Sample = dict[str, Any]
-"""The values of a sample that a reward function can read: `SAMPLE_FIELDS` and other columns."""
-BATCH_SHARES = 12
-"""Timeout and CPU time of a batch, as a multiple of a sample's.
-
-One call of an `async` batch function has the timeout of a sample.
-"""
 IMAGES = "images"
 SAMPLE_FIELDS = {
     "data_source": "the data set that the prompt is from",
@@ -60,29 +53,6 @@ FIELDS_WITHOUT_SIGNATURE = {name: name for name in SAMPLE_FIELDS}
 FIELDS_OF_SAMPLE = FIELDS_WITHOUT_SIGNATURE | SHORT_NAMES
 FIELDS_OF_BATCH = {f"{name.removesuffix('s')}s": entry for name, entry in FIELDS_OF_SAMPLE.items()}
 FIELDS_OF_TRL = {**FIELDS_WITHOUT_SIGNATURE, "prompts": "raw_prompt", COMPLETIONS: COMPLETIONS}
-
-
-@dataclass(frozen=True)
-class FunctionSpec:
-    """A function, its arguments, and its limits."""
-
-    path: str = "workers.rewards.functions"
-    name: str = "default_compute_score"
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    deadline: float = 10.0
-    """Timeout of a sample, in seconds."""
-    columns: Sequence[str] = ()
-    """The data's other columns, which the function may read."""
-    has_truth: bool = True
-    """True if any row has a ground truth."""
-    sandbox: Sandbox = field(default_factory=Sandbox)
-    path_key: str = "reward.function.path"
-    """The configuration key that set `path`, for error messages."""
-    name_key: str = "reward.function.name"
-    """The configuration key that set `name`."""
-
-    def __str__(self) -> str:
-        return f"{self.path}:{self.name}"
 
 
 def prompt_text(sample: Sample) -> str:

@@ -15,14 +15,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
+from workers.rewards.outcome import GIVE_REWARD
 
 Info = Mapping[str, Any] | None
 RewardFunction = Callable[[str, str, Any, Info], "float | dict[str, Any]"]
 
-GIVE_REWARD = (
-    "Set reward=FILE.py:FUNCTION, or in Python reward=FUNCTION, to score with your own function. "
-    "If only a reward model scores, set reward.function.weight=0"
-)
 GSM8K_TAIL_CHARS = 300
 """Only this many characters at the end of a solution are searched for the answer."""
 
@@ -93,7 +90,8 @@ def dapo(
     r"""Score 1 if the last line `Answer: ...`, or else the last `\boxed{}`, is right; else -1."""
     tail = solution_str[-DAPO_TAIL_CHARS:]
     answers = _DAPO_ANSWER.findall(tail)
-    if not answers and (boxed := tail.rfind("\\boxed{")) >= 0:
+    boxed = tail.rfind("\\boxed{")
+    if not answers and boxed >= 0:
         answers = [tail[boxed:]]
     text = answers[-1] if answers else ""
     if answers and "\\boxed{" not in text:
@@ -132,15 +130,6 @@ REWARDS: dict[str, RewardFunction] = {
 }
 
 
-PROGRAM_RULES = {
-    ("verl_like.rules", "run_tests"),
-    ("workers.rewards.code", "run_tests"),
-    ("workers.rewards.functions", "code"),
-    ("workers.rewards.functions", "default_compute_score"),
-}
-"""Module and name of the built-in functions that run a model's programs."""
-
-
 def default_compute_score(
     data_source: str,
     solution_str: str,
@@ -170,14 +159,6 @@ def default_compute_score(
         check_rules([data_source])
     rule, sample = REWARDS[data_source], (data_source, solution_str, ground_truth, extra_info)
     return code(*sample, trust_programs) if rule is code else rule(*sample)
-
-
-def trust_kwargs(path: str, name: str, trust_programs: bool) -> dict[str, bool]:
-    """Return the argument that tells a function if it may trust a model's programs.
-
-    Built-in functions that run programs always get it, so that no column of the data can set it.
-    """
-    return {"trust_programs": trust_programs} if (path, name) in PROGRAM_RULES else {}
 
 
 def check_rules(data_sources: Iterable[str]) -> None:

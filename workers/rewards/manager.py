@@ -24,8 +24,7 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
 from workers.columns import IMAGES, count_ones, read_columns, token_rows
-from workers.rewards.call import Sample
-from workers.rewards.outcome import LATE, STEPS, VOTE, Failures, Outcome, group_by_kind
+from workers.rewards.outcome import LATE, STEPS, VOTE, Failures, Outcome, Sample, group_by_kind
 from workers.rewards.scorer import Scorer
 from workers.thoughts import REASONING, ThoughtReader, split_thoughts
 

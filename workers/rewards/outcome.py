@@ -21,6 +21,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+Sample = dict[str, Any]
+"""The values of a sample that a reward function can read: `SAMPLE_FIELDS` and other columns."""
 Steps = list[tuple[int, float]]
 """The steps of a response: the token at which each ends, and its score."""
 Outcome = tuple[float | None, dict[str, Any], str | None]
@@ -42,6 +44,10 @@ def is_success(score: float) -> bool:
 
 
 LATE = "passed its deadline"
+GIVE_REWARD = (
+    "Set reward=FILE.py:FUNCTION, or in Python reward=FUNCTION, to score with your own function. "
+    "If only a reward model scores, set reward.function.weight=0"
+)
 NO_REWARD = (
     ". Return a number, a dict with a number as 'score', or (for a function with batch parameters "
     "such as solution_strs) a list of these"

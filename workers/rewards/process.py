@@ -23,8 +23,9 @@ from verl_like.errors import ConfigError
 from verl_like.process.pool import UserEnd, describe_error
 from verl_like.process.supervisor import supervise
 from verl_like.registry import load_from
-from workers.rewards.call import BATCH_SHARES, FunctionSpec, RewardCall, Sample
-from workers.rewards.outcome import LATE, NO_REWARD, Outcome, place_of, read_outcome
+from workers.rewards.call import RewardCall
+from workers.rewards.outcome import LATE, NO_REWARD, Outcome, Sample, place_of, read_outcome
+from workers.rewards.scorer import BATCH_SHARES, FunctionSpec
 
 MAX_SIDE_BY_SIDE = 64
 """Maximum number of concurrent calls of a coroutine function."""

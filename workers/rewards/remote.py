@@ -24,8 +24,8 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from workers.config import RewardConfig
-from workers.rewards.call import Sample, prompt_text
-from workers.rewards.outcome import LATE, Outcome, read_outcome
+from workers.rewards.call import prompt_text
+from workers.rewards.outcome import LATE, Outcome, Sample, read_outcome
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 JUDGE_TEMPLATE = """Rate the answer from 0 (wrong) to 10 (perfect). Reply with the number alone.

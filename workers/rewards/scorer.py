@@ -16,7 +16,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from math import inf
 from pathlib import Path
@@ -25,12 +25,24 @@ from typing import Any
 from verl_like.errors import ConfigError
 from verl_like.process.machine import usable_cores
 from verl_like.process.pool import LOADED, Failure, Pool, Process, UserCode
+from verl_like.process.sandbox import Sandbox
 from verl_like.registry import check_file
-from workers.rewards.call import FunctionSpec, Sample
-from workers.rewards.outcome import LATE, Outcome, read_answer
+from workers.rewards.outcome import LATE, Outcome, Sample, read_answer
 
 logger = logging.getLogger(__name__)
 
+BATCH_SHARES = 12
+"""Timeout and CPU time of a batch, as a multiple of a sample's.
+
+One call of an `async` batch function has the timeout of a sample.
+"""
+PROGRAM_RULES = {
+    ("verl_like.rules", "run_tests"),
+    ("workers.rewards.code", "run_tests"),
+    ("workers.rewards.functions", "code"),
+    ("workers.rewards.functions", "default_compute_score"),
+}
+"""Module and name of the built-in functions that run a model's programs."""
 MOST_PROCESSES = 8
 """Maximum number of processes for a batch, at most one per core."""
 SLOW_S = 1.0
@@ -45,6 +57,37 @@ GRACE_S = 0.5
 """Seconds between a sample's deadline and the kill, in which coroutines end by themselves."""
 BLOCKED_SHARE = 1.25
 """Multiple of the deadline in which a process must report a coroutine that blocks the others."""
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """A function, its arguments, and its limits."""
+
+    path: str = "workers.rewards.functions"
+    name: str = "default_compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    deadline: float = 10.0
+    """Timeout of a sample, in seconds."""
+    columns: Sequence[str] = ()
+    """The data's other columns, which the function may read."""
+    has_truth: bool = True
+    """True if any row has a ground truth."""
+    sandbox: Sandbox = field(default_factory=Sandbox)
+    path_key: str = "reward.function.path"
+    """The configuration key that set `path`, for error messages."""
+    name_key: str = "reward.function.name"
+    """The configuration key that set `name`."""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.name}"
+
+
+def trust_kwargs(path: str, name: str, trust_programs: bool) -> dict[str, bool]:
+    """Return the argument that tells a function if it may trust a model's programs.
+
+    Built-in functions that run programs always get it, so that no column of the data can set it.
+    """
+    return {"trust_programs": trust_programs} if (path, name) in PROGRAM_RULES else {}
 
 
 class Scorer:

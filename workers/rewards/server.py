@@ -19,10 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from verl_like.process.machine import http_url
-from workers.rewards.call import FunctionSpec, Sample
-from workers.rewards.outcome import Outcome
+from workers.rewards.outcome import Outcome, Sample
 from workers.rewards.remote import as_json
-from workers.rewards.scorer import Scorer
+from workers.rewards.scorer import FunctionSpec, Scorer
 
 LONGEST_REQUEST = 256 * 2**20
 """Requests with more bytes are rejected."""

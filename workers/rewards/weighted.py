@@ -33,11 +33,9 @@ from workers.config import (
     ScoringSections,
     rewards_of,
 )
-from workers.rewards.call import BATCH_SHARES, FunctionSpec
-from workers.rewards.functions import REWARDS, check_rules, code, trust_kwargs
 from workers.rewards.manager import RewardManager, TermScores
 from workers.rewards.outcome import FailureLog
-from workers.rewards.scorer import Scorer
+from workers.rewards.scorer import BATCH_SHARES, FunctionSpec, Scorer, trust_kwargs
 
 if TYPE_CHECKING:
     from workers.rewards.environment import EnvironmentScores
@@ -108,7 +106,11 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
 def _with_rules_for(rows: ScoredRows, rewards: list[RewardConfig]) -> list[RewardConfig]:
     """Remove the built-in rules if there is a reward model and no row's data source has a rule."""
     has_model = any(reward.kind == "model" for reward in rewards)
-    if not has_model or not REWARDS.keys().isdisjoint(rows.data_sources):
+    if not has_model:
+        return rewards
+    from workers.rewards.functions import REWARDS
+
+    if not REWARDS.keys().isdisjoint(rows.data_sources):
         return rewards
     listed = [reward for reward in rewards if reward.kind != "function" or reward.path]
     if listed != rewards:
@@ -141,6 +143,8 @@ def _scorer(
         if section is not None:
             spec = replace(spec, path_key=f"{section}.path", name_key=f"{section}.function")
     else:
+        from workers.rewards.functions import REWARDS, check_rules, code
+
         check_rules(rows.data_sources)
         runs_programs = any(REWARDS[source] is code for source in rows.data_sources)
         spec = FunctionSpec(deadline=config.timeout_s)
@@ -347,8 +351,8 @@ class WeightedScores:
             return TermScores(scores, scores != 0, torch.zeros(len(scores), dtype=torch.bool))
         began = time.monotonic()
         end = math.inf if timeout is None else began + timeout
-        while not future.done() and (left := end - time.monotonic()) > 0:
-            wait([future], min(left, CHECK_S))
+        while not future.done() and time.monotonic() < end:
+            wait([future], max(0.0, min(end - time.monotonic(), CHECK_S)))
             self._check(str(self))  # for lost workers, which no call would detect
             if time.monotonic() - began > SLOW_S and not future.done():
                 self._rewards.note_slow(part, f"{len(self._mask)} samples")

@@ -13,7 +13,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.tensor_ops.masked import last_places
 from workers.columns import SEQUENCES, batch_columns, format_like
 from workers.config import ModelConfig, RewardConfig, WorkersConfig, model_rewards
-from workers.models.tokenizers import check_same_tokenizer
+from workers.models.folder import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.microbatch import MicroBatchBudget, budget_of_actor
 from workers.training.role_model import RoleModelSpec

@@ -37,9 +37,8 @@ from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
 from workers.columns import IMAGES, NAMED, batch_columns, require
 from workers.config import WorkersConfig, has_environment, replays_routing
-from workers.models.folder import generation_eos
+from workers.models.folder import generation_eos, set_template_variables
 from workers.models.state import named_state
-from workers.models.tokenizers import set_template_variables
 from workers.rollout.base import RolloutEngine, SamplingParams, in_step
 from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.build import (

@@ -350,7 +350,8 @@ class NonfiniteGuard:
         self.total += 1
         self.in_a_row += 1
         names_by_rank = [names]
-        if (group := self.groups.data) is not None:
+        group = self.groups.data
+        if group is not None:
             names_by_rank = [[] for _ in range(group.size())]
             dist.all_gather_object(names_by_rank, names, group=group)
         samples = ", ".join(sorted(name for names_here in names_by_rank for name in names_here))

@@ -13,10 +13,9 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from trainer.api.rewards import reward_list
 from verl_like.errors import ConfigError
-from workers.rewards.call import FunctionSpec
 from workers.rewards.functions import gsm8k
 from workers.rewards.outcome import with_source
-from workers.rewards.scorer import Scorer
+from workers.rewards.scorer import FunctionSpec, Scorer
 
 SAMPLE = {"solution_str": "aab", "raw_prompt": "say a", "letter": "a"}
 

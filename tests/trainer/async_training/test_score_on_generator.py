@@ -24,7 +24,7 @@ from trainer.async_training.recipe import ASYNC
 from trainer.async_training.step import AsyncTrainer
 from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 
 ON_GENERATOR = "async_training.score_on=generator"
 SCORES = ("compute_ref_log_prob", "compute_values", "compute_rm_score")

@@ -19,7 +19,7 @@ from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import read_labeled, read_pairs
 from trainer.data.prompts import load_tokenizer
 from trainer.preference.recipe import DPO
-from trainer.preference.reference import FILE
+from trainer.preference.step import FILE
 from verl_like.errors import CheckpointError, ConfigError
 
 PAIRS = [{"prompt": f"say {x}", "chosen": f"ab{x}", "rejected": "cd"} for x in "efghijklmn"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from verl_like.errors import PlacementError
-from verl_like.placement.roles import Role, expand_roles, roles_by_pool
+from verl_like.placement.pools import Role, expand_roles, roles_by_pool
 
 
 def test_an_alias_expands_to_several_roles() -> None:

@@ -24,9 +24,9 @@ from tests.workers.losses.plain_python import (
 from tests.workers.losses.twins import SURROGATES, TWINS
 from verl_like.errors import ConfigError
 from workers.config import LOSS_AGG_MODES, ActorConfig
-from workers.losses.importance_ratio import clip_widths
 from workers.losses.registry import (
     POLICY_LOSSES,
+    clip_widths,
     get_policy_loss,
     traits_of,
 )

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from workers.models.classes import MODEL_ERRORS
+from workers.models.causal_lm import MODEL_ERRORS
 
 WINDOW, POSITIONS, VOCAB, LAYERS, SEED = 16, 256, 128, 4, 16
 

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from verl_like.errors import ConfigError
-from workers.rewards.call import FunctionSpec, RewardCall
+from workers.rewards.call import RewardCall
 from workers.rewards.outcome import Outcome
 from workers.rewards.process import Calls
+from workers.rewards.scorer import FunctionSpec
 
 SAMPLE = {"data_source": "s", "solution_str": "four", "ground_truth": "4", "uid": "0-0"}
 

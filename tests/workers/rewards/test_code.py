@@ -19,7 +19,6 @@ import pytest
 from verl_like.errors import ConfigError
 from verl_like.process.kernel_limits import can_restrict_writes
 from verl_like.process.machine import descendants
-from workers.rewards.call import FunctionSpec
 from workers.rewards.code import (
     _evaluator,
     _runners,
@@ -31,7 +30,7 @@ from workers.rewards.code import (
 )
 from workers.rewards.functions import default_compute_score
 from workers.rewards.program import Program
-from workers.rewards.scorer import Scorer
+from workers.rewards.scorer import FunctionSpec, Scorer
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 CALLS = {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["3", [7]]}

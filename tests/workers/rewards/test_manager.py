@@ -22,8 +22,8 @@ from verl_like.errors import ConfigError
 from verl_like.process import child
 from workers.config import RewardConfig, RewardFunctionConfig, ScoringConfig
 from workers.rewards import scorer
-from workers.rewards.call import FunctionSpec
 from workers.rewards.manager import RewardManager
+from workers.rewards.scorer import FunctionSpec
 from workers.rewards.weighted import Rewards, _with_rules_for, make_rewards
 
 FUNCTIONS = """

@@ -11,9 +11,8 @@ import pytest
 
 from verl_like.process.pool import Pool
 from workers.rewards import scorer
-from workers.rewards.call import FunctionSpec
 from workers.rewards.outcome import LATE
-from workers.rewards.scorer import Scorer
+from workers.rewards.scorer import FunctionSpec, Scorer
 
 FUNCTION = """
 import os, time

@@ -21,9 +21,8 @@ from verl_like.process import child
 from verl_like.process.machine import descendants
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import MOST_OUTPUT
-from workers.rewards.call import FunctionSpec
 from workers.rewards.outcome import LATE
-from workers.rewards.scorer import Scorer
+from workers.rewards.scorer import FunctionSpec, Scorer
 
 UNTRUSTED = """
 import asyncio, ctypes, fcntl, os, signal, socket, subprocess, sys, time

@@ -8,7 +8,7 @@ import torch
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.errors import ConfigError
 from workers.config import RewardModelConfig
-from workers.models.tokenizers import check_same_tokenizer
+from workers.models.folder import check_same_tokenizer
 from workers.roles.critic import CriticWorker
 from workers.roles.reward_model import RewardModelWorker
 

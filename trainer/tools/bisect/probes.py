@@ -24,9 +24,8 @@ from trainer.tools.bisect.sides import ACTOR, Step
 from verl_like.tensor_ops import masked_mean
 from workers.config import ActorConfig
 from workers.losses.aggregate import AGGREGATIONS, agg_loss
-from workers.losses.importance_ratio import log_ratio
 from workers.losses.kl import KL_ESTIMATORS
-from workers.losses.registry import get_policy_loss
+from workers.losses.registry import get_policy_loss, log_ratio
 
 ROLLOUT, STD = "actor_rollout_ref.rollout", "norm_adv_by_std_in_grpo"
 Settings = dict[str, Any]

@@ -33,7 +33,7 @@ from trainer.tools.planner.search import (
 )
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError, PlacementError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.memory import RoleMemory
 from workers.models.causal_lm import recomputed_layers
 from workers.parallel.pipeline import num_chunks

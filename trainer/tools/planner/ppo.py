@@ -19,7 +19,7 @@ from trainer.tools.planner.cost import Gpus, StepRows, decode_seconds, sync_seco
 from trainer.tools.planner.job import Job, Keys
 from trainer.tools.planner.records import record_tokens, sampler_seconds
 from trainer.tools.planner.search import Layout, Seconds
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.config import is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import RoleMemory, hf_config_of, rollout_memory
 from workers.models.attention import heads_of, layer_configs

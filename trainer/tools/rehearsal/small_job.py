@@ -22,10 +22,10 @@ from trainer.config.schema import RunConfig
 from trainer.tools.small_models import LARGEST, LENGTHS, VOCABULARIES, shrunk
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 from workers.config import ParallelConfig, RolloutConfig, has_environment
 from workers.config.conditions import is_bare_config
-from workers.models.classes import MODEL_ERRORS, model_class
+from workers.models.causal_lm import MODEL_ERRORS, model_class
 from workers.models.folder import SMALL_FILES, model_folder, read_hf_config
 from workers.rollout.native.module_forward import can_decode
 

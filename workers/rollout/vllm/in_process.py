@@ -12,7 +12,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from workers.images import ImageRef, opened
-from workers.models.classes import MODEL_ERRORS
+from workers.models.causal_lm import MODEL_ERRORS
 from workers.models.images import image_reader
 from workers.rollout.base import EngineLimits, TakeBudget
 from workers.rollout.vllm.handover import Arrivals, by_layer

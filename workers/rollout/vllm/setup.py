@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
+from workers.models.causal_lm import meta_class, tower_weights
 from workers.models.checkpoint_format import CheckpointFormat
-from workers.models.classes import meta_class, tower_weights
 from workers.models.folder import read_hf_config
 from workers.models.routing import Routers
 from workers.models.state import named_state
@@ -370,7 +370,8 @@ def class_options(settings: VllmSettings) -> dict[str, Any]:
     config = read_hf_config(settings.model_path)
     check_model(settings.model_path, settings.reads_images, settings.device_type, settings.dtype)
     options: dict[str, Any] = {}
-    if hasattr(text := config.get_text_config(), "attn_temperature_tuning"):  # off below 32,768
+    text = config.get_text_config()
+    if hasattr(text, "attn_temperature_tuning"):  # off below 32,768
         scales = {"attn_temperature_tuning": text.attn_temperature_tuning}
         options["override_generation_config"] = scales
     if overrides := config_overrides(text):

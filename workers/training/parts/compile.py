@@ -113,7 +113,8 @@ def blocking_axis(dims: ParallelDims) -> str:
     """Return the axis that prevents compiled layers; "" if none does."""
     axes = {"tp": "inside layers", "ep": "inside layers", "pp": "between stages of layers"}
     for axis, where in axes.items():
-        if (size := getattr(dims, axis)) > 1:
+        size = getattr(dims, axis)
+        if size > 1:
             return f"{axis}={size} has collectives {where}"
     return ""
 

@@ -178,7 +178,10 @@ class PipelineLayers:
         another.
         """
         name, line = self.pipeline.stages.tied_to, self.pipeline.line
-        if name is None or not (weight := self.model.module.get_parameter(name)).requires_grad:
+        if name is None:
+            return
+        weight = self.model.module.get_parameter(name)
+        if not weight.requires_grad:
             return
         gradient = local_part(weight.grad)
         gradient.copy_(exchange_sum(gradient, line))

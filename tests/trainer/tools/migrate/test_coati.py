@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.trainer.tools.migrate.words import composed, migrated, notes, translated
 from trainer.tools.migrate.flags import Table
-from verl_like.placement.roles import expand_roles
+from verl_like.placement.pools import expand_roles
 
 ASYNC = """
 python mmmt_prompt.py --prompt_path prompts.csv --num_makers 2 --num_trainers 2 \\

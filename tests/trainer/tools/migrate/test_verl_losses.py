@@ -13,8 +13,7 @@ from tests.trainer.tools.migrate.words import translated_whole
 from trainer.config.schema import RunConfig
 from trainer.ppo.recipe import load_config
 from verl_like.config_key import arguments_of
-from workers.losses.importance_ratio import clip_range
-from workers.losses.registry import POLICY_LOSSES
+from workers.losses.registry import POLICY_LOSSES, clip_range
 
 Settings = Mapping[str, float]
 ACTOR = "actor_rollout_ref.actor"
