@@ -214,7 +214,7 @@ def test_the_page_of_commands_has_every_option() -> None:
         options = re.findall(r'\badd(?:_argument)?\("(--[\w-]+)"', file.read_text("utf-8"))
         listed = page.partition(f"### `{name}`\n")[2].partition("\n### ")[0]
         missing = [option for option in options if not re.search(rf"{option}\b", listed)]
-        assert {*missing} <= {"--token"}, name  # --token-env is better
+        assert missing == [], name
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,10 @@ each command list what happened to each flag: renamed, built in, or not
 supported (with an alternative). A comment above it begins with "incomplete:" if
 it needs something else. Defaults that differ between the two systems are set
 explicitly. You can save the output as a script. A command is rejected if
-leaving out one of its flags would change the experiment. With --prove as the
-last argument, it also compares loss and estimator with verl's or TRL's own
-functions on small batches.
+leaving out one of its flags would change the experiment.
+
+  --prove    the last argument: also compare loss and estimator with verl's or
+             TRL's own functions on small batches
 """
 
 from __future__ import annotations

@@ -18,13 +18,18 @@ of a run:
   trainer.default_local_dir=FOLDER     the folder of checkpoints
   trainer.backend=ray|local
 
-By default, the server listens only on this machine (port 8000; 0 picks a free
-port) and rejects requests of web pages. To open it to other machines, set
---host and --token-env, the name of an environment variable that holds a key (it
-must begin with tml-), and put a TLS proxy in front of it. --token=KEY also sets
-the key, but other users of this machine see it in the list of processes. The
-loss stable_reinforce has no public formula: with
---stable-reinforce=importance_sampling the server computes that loss instead.
+By default, the server listens only on this machine, and rejects requests of web
+pages. If you open it to other machines, put a TLS proxy in front of it.
+
+  --host HOST        default: only this machine; another HOST needs a key
+  --port PORT        default: 8000; 0 picks a free port
+  --token-env NAME   the environment variable that holds the key, which must
+                     begin with tml-
+  --token KEY        the key itself, which other users of this machine see in
+                     the list of processes
+  --stable-reinforce importance_sampling
+                     compute this loss for stable_reinforce, whose formula is
+                     not public
 """
 
 from __future__ import annotations
