@@ -195,6 +195,32 @@ def test_vanilla_reports_verls_metrics(batch: Columns) -> None:
     assert clipped_lower.any()
 
 
+@pytest.mark.parametrize("name", ["cispo", "gspo", "geo_mean"])
+def test_further_losses_report_the_fractions_of_clipped_tokens(batch: Columns, name: str) -> None:
+    columns = (
+        tokens_of(batch[column], batch["response_mask"])
+        for column in ("old_log_prob", "log_prob", "advantages")
+    )
+    upper, lower = [], []
+    for old, new, advantages in zip(*columns, strict=True):
+        log_ratios = [b - a for a, b in zip(old, new, strict=True)]
+        mean = sum(log_ratios) / max(len(log_ratios), 1)
+        for token, advantage in zip(log_ratios, advantages, strict=True):
+            ratio = math.exp(mean if name == "gspo" else token)
+            rises = advantage > 0
+            if name == "geo_mean":  # it clips log-ratios
+                upper.append(rises and token > 0.3)
+                lower.append(not rises and token < -0.2)
+            elif name == "gspo":
+                upper.append(ratio > 1.3 if rises else ratio < 0.8)
+            else:
+                upper.append(not 0.8 < ratio < 1.3)
+    _, metrics = POLICY_LOSSES[name](**policy_inputs(batch), config=CONFIG)
+    assert 0 < sum(upper) < len(upper)
+    assert metrics["actor/pg_clipfrac"].item() == pytest.approx(sum(upper) / len(upper))
+    assert metrics["actor/pg_clipfrac_lower"].item() == pytest.approx(sum(lower) / len(upper))
+
+
 def test_clip_ratio_sets_both_sides() -> None:
     assert clip_widths(ActorConfig(clip_ratio=0.1)) == (0.1, 0.1)
     assert clip_widths(ActorConfig(clip_ratio=0.1, clip_ratio_high=0.3)) == (0.1, 0.3)
