@@ -338,7 +338,7 @@ def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
             f"set cpus_per_process below {need.cpus:g}, or {key}.cpus if the pool sets its own "
             "number"
         )
-    if lacking and set(lacking) == {"GPUs"}:
+    if set(lacking) == {"GPUs"}:
         return f"set trainer.device=cpu or {key}.device=cpu"
     return ""
 

@@ -100,8 +100,9 @@ def test_a_damaged_entry_is_written_again(name: str, caplog: pytest.LogCaptureFi
     assert "is damaged and written again" in caplog.text
 
 
-def test_values_that_json_lacks_are_not_cached() -> None:
-    assert cached_prompts("key", Files([{"prompt": "a", "image": b""}] * 3), "prompt") is None
+@pytest.mark.parametrize("value", [b"", ["a", b""], {"a": [b"", "a"]}])
+def test_values_that_json_lacks_are_not_cached(value: Any) -> None:
+    assert cached_prompts("key", Files([{"prompt": "a", "image": value}] * 3), "prompt") is None
     assert list(cache_folder("prompts").iterdir()) == []
 
 
