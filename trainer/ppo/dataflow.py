@@ -98,9 +98,7 @@ class StubRewards:
         return StubFuture(self._groups, number, (scores, {}), of_models)
 
 
-def stub_inputs(
-    cls: type, config: PPOConfig, groups: StubGroups
-) -> tuple[Any, StubPrompts, StubRewards, Any]:
+def stub_inputs(cls: type, config: PPOConfig, groups: StubGroups) -> tuple[Any, ...]:
     """Return the inputs of the trainer in a step on stubs."""
     prompts = StubPrompts(config, groups)
     ptx = SimpleNamespace(take=prompts.batch) if config.ptx.train_files else None

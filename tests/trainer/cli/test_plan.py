@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from trainer import PPOTrainer
 from trainer.cli import plan
 from trainer.config.settings import overrides_of
 from trainer.ppo.memory import role_memories
@@ -185,3 +187,19 @@ def test_the_plan_counts_every_call_of_a_step_on_rows(settings: list[str]) -> No
         calls[loss] = job.calls("preference")
     assert calls["dpo"] == [("update", "update_model")]
     assert calls["kto"] == [("update", "compute_log_prob"), *calls["dpo"]]
+
+
+class ReadsAgain(PPOTrainer):
+    """Computes log-probs where PPO only computes advantages."""
+
+    def estimate(self, batch: Any) -> Any:
+        self.call("actor", "compute_log_prob", batch).get()
+        return super().estimate(batch)
+
+
+def test_the_plan_counts_calls_of_overridden_stages(settings: list[str]) -> None:
+    job = plan.job_of([*GPUS, *settings, f"trainer.cls={__name__}.ReadsAgain"])
+    assert job.calls("actor") == [
+        *(("score", "compute_log_prob"), ("update", "compute_log_prob")),
+        ("update", "update_actor"),
+    ]

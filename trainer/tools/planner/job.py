@@ -115,12 +115,13 @@ class Job(ABC):
         return trace_step(self.config, our_class(cls))[0] if problem else nodes
 
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """Return (stage, method) of every call of the role with a batch."""
-        return [
-            (node.stage, node.method)
-            for node in self.nodes
-            if role in node.roles and node.samples and node.stage in self.stages
-        ]
+        """Return (stage, method) of every call of the role with a batch in a step.
+
+        A call in another stage than those of the plan counts as `update`. A reference on rows is
+        called only before the first step.
+        """
+        nodes = [n for n in self.nodes if role in n.roles and n.samples and n.stage != "reference"]
+        return [(n.stage if n.stage in self.stages else "update", n.method) for n in nodes]
 
     @property
     def roles(self) -> list[str]:

@@ -112,8 +112,7 @@ class PPOJob(Job):
 
     def memories(self, config: PPOConfig) -> list[RoleMemory]:
         """Return the memory of all roles in this run, as the run computes it."""
-        devices = devices_of(config.trainer)
-        return role_memories(config, devices.type, devices.bytes)
+        return role_memories(config, "cuda", self.device.bytes)
 
     def check_run(self, config: PPOConfig) -> None:
         """Raise if the roles do not fit; other checks run while the keys are composed."""
@@ -155,9 +154,8 @@ class PPOJob(Job):
         """Yield layouts of engines for these rows, by GPUs per engine and fraction of memory."""
         policy = self.config.of_role(role).actor_rollout_ref
         rollout = policy.rollout
-        tp_key, share_key = (
-            f"{ROLLOUT}.{name}" for name in ("tensor_model_parallel_size", "gpu_memory_utilization")
-        )
+        tp_key = f"{ROLLOUT}.tensor_model_parallel_size"
+        share_key = f"{ROLLOUT}.gpu_memory_utilization"
         tp_now, share_now = rollout.tensor_model_parallel_size, rollout.gpu_memory_utilization
         is_vllm = rollout.name == "vllm"
         cost, tokens = self.costs["actor"], None

@@ -33,14 +33,6 @@ class RowsJob(Job):
             f"(at most {longest_row(self.config):,})"
         )
 
-    def calls(self, role: str) -> Sequence[tuple[str, str]]:
-        """Return (stage, method) for every call of the role in a step; all count as `update`.
-
-        A reference is called only before the first step.
-        """
-        nodes = [node for node in self.nodes if role in node.roles and node.stage != "reference"]
-        return [("update", node.method) for node in nodes]
-
     def rows(self, role: str) -> StepRows:
         """Return the rows of a step."""
         samples = self.config.data.train_batch_size * self.config.num_sides

@@ -47,7 +47,7 @@ class ShownTrajectory:
 def trajectory_of(row: Mapping[str, Any]) -> ShownTrajectory:
     """Return the turns in a sample's line; a sample may have none."""
     rows = _turns(row)
-    sampled = _policy_turns(rows)
+    sampled = [turn for turn in rows if _is_sampled(turn)]
     turns = [_shown(turn) for turn in rows[:MOST_TURNS]]
     if len(rows) > MOST_TURNS:
         turns.append(ShownTurn("", f"… {len(rows) - MOST_TURNS} more", is_sampled=False))
@@ -66,10 +66,6 @@ def trajectory_of(row: Mapping[str, Any]) -> ShownTrajectory:
 def _turns(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     turns = row.get("turns")
     return [turn for turn in turns if isinstance(turn, dict)] if isinstance(turns, list) else []
-
-
-def _policy_turns(turns: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return [turn for turn in turns if _is_sampled(turn)]
 
 
 def _is_sampled(turn: Mapping[str, Any]) -> bool:
@@ -110,9 +106,9 @@ def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
     """
     counts: dict[int, Counter[str]] = {}
     for row in rows:
-        if sampled := _policy_turns(_turns(row)):
+        if num_sampled := sum(map(_is_sampled, _turns(row))):
             outcome = FAILED if row.get("problem") else _outcome(_number(row, "score"))
-            counts.setdefault(len(sampled), Counter())[outcome] += 1
+            counts.setdefault(num_sampled, Counter())[outcome] += 1
     numbers = sorted(counts)
     result = {str(number): dict(counts[number]) for number in numbers[:MOST_ROWS]}
     if rest := numbers[MOST_ROWS:]:
