@@ -559,7 +559,7 @@ def message(**fields: Any) -> dict[str, Any]:
         ("v1/completions", {}, 404, "there is no POST v1/completions"),
         (CHAT, "{", 400, "the body is not"),
         (CHAT, {}, 400, "messages are missing"),
-        (CHAT, message(role="judge"), 400, "is not a message of"),
+        (CHAT, message(role="judge"), 400, "is not a message with"),
         (CHAT, message(tool_calls=[5]), 400, "tool_calls=[5] is not a list of calls"),
         (CHAT, {**message(), "temperature": "hot"}, 400, "temperature='hot' must be number"),
         (CHAT, "[" * 100_000, 400, "the body is not"),
