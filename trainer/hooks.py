@@ -39,6 +39,14 @@ class Hooks:
 
     An object in `callbacks` needs only some of these methods, and gets the trainer as first
     argument: `on_step_end(self, trainer, metrics)`.
+
+    Example:
+
+        class PrintReward:
+            def on_step_end(self, trainer, metrics):
+                print(trainer.global_step, metrics["critic/score/mean"])
+
+        callbacks = [PrintReward()]         # of GRPO(...), or of run(config, callbacks=...)
     """
 
     run: Any

@@ -53,6 +53,12 @@ def run(
 ) -> RunResult:
     """Run a configuration to its end, and return the result.
 
+    Example:
+
+        config = load_config(["data.train_files=a.parquet", "actor_rollout_ref.model.path=m"])
+        result = run(config, callbacks=[PrintReward()])
+        result.metrics[-1]["critic/score/mean"], result.model_folder
+
     Args:
         config: from `load_config`; with `trainer.dry_run`, it is only checked.
         trainer_cls: a subclass of the recipe's trainer, instead of `trainer.cls`.

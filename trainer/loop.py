@@ -48,6 +48,15 @@ class StopRequested(Exception):
 class Trainer(Hooks, ABC):
     """Base class of the trainers: preparation before processes start, the step, and its state.
 
+    Example:
+
+        class Noop(Trainer):
+            total_steps = 3
+
+            def step(self):
+                with self.clock("update"):
+                    return {"train/loss": 0.0}
+
     Attributes:
         config: the configuration of the run.
         groups: role -> the worker group with its methods.

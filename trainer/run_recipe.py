@@ -22,6 +22,10 @@ from trainer.observers.alarms import AlarmRule
 class RunRecipe:
     """A recipe as runs and reports see it, without the code of its stages.
 
+    Example:
+
+        RunRecipe(role="sft", stages=("data", "update"))
+
     Args:
         role: the role whose model the run trains and exports, if any.
         stages: the stages of a step in order, as `clock` names them; reports show their times.

@@ -85,6 +85,11 @@ def changed(section: S, changes: Mapping[str, Any]) -> S:
 class ReadWhen:
     """The condition under which a key or a section is read.
 
+    Example:
+
+        has_target = lambda section, run: section.target is not None
+        ReadWhen("there is a target", has_target, "{section}target is null")
+
     Args:
         says: the condition in words for the docs: "there is a critic".
         holds: a function of the key's section and the whole configuration: whether the key is read.
@@ -159,7 +164,7 @@ def _value(section: Any, run: Any, name: str) -> Any:
 class KeyRules:
     """The rules of one key, besides its type, default and docstring.
 
-        def my_loss(log_prob, ..., *, beta: Annotated[float, KeyRules(above=0)] = 0.1): ...
+        def my_loss(log_prob, *, beta: Annotated[float, KeyRules(above=0)] = 0.1, **inputs): ...
 
     Args:
         above: the value is greater than this.
@@ -218,7 +223,7 @@ class Argument(NamedTuple):
 def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
     """Return name -> parameter of a registry's entry, for parameters that a configuration may set.
 
-        def my_loss(log_prob, ..., *, beta: Annotated[float, KeyRules(above=0)] = 0.1): ...
+        def my_loss(log_prob, *, beta: Annotated[float, KeyRules(above=0)] = 0.1, **inputs): ...
 
     These are the keyword-only parameters of a function, or all parameters of a class, if they have
     a default. A function may pass its arguments on to others, which its attribute
@@ -256,7 +261,15 @@ def config_field(
     read_when: ReadWhen | Sequence[ReadWhen] = (),
     **rules: Any,
 ) -> Any:
-    """Return a dataclass field with its default (or `factory`) and `KeyRules`."""
+    """Return a dataclass field with its default (or `factory`) and `KeyRules`.
+
+    Example:
+
+        @dataclass
+        class MySection:
+            threshold: float = config_field(0.5, at_least=0, at_most=1)
+            # below the field, a docstring explains the key
+    """
     conditions = (read_when,) if isinstance(read_when, ReadWhen) else tuple(read_when)
     metadata = {"rules": KeyRules(read_when=conditions, **rules)}
 

@@ -27,7 +27,15 @@ from collections.abc import Iterable, Sequence
 
 
 class VerlLikeError(Exception):
-    """Base class of this project's errors: catch it to handle all of them."""
+    """Base class of this project's errors: catch it to handle all of them.
+
+    Example:
+
+        try:
+            run(config)
+        except VerlLikeError as error:
+            print(error)
+    """
 
 
 class BatchError(VerlLikeError, ValueError):
@@ -47,7 +55,15 @@ class DispatchError(VerlLikeError, TypeError):
 
 
 class ConfigError(VerlLikeError, ValueError):
-    """A setting, or a combination of settings, cannot work."""
+    """A setting, or a combination of settings, cannot work.
+
+    Example:
+
+        try:
+            load_config(["data.tran_batch_size=64"])
+        except ConfigError as error:
+            print(error)                            # ... Did you mean 'data.train_batch_size'?
+    """
 
 
 class PlacementError(VerlLikeError, ValueError):

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the batch: its name, shape and dtype, and who writes it."""
+    """A column of the batch: its name, shape and dtype, and who writes it.
+
+    Example:
+
+        Column("verdicts", "[rows]", "float32", role="verifier")
+    """
 
     name: str
     shape: str
@@ -167,6 +172,13 @@ def batch_columns(
 
     Written columns that the table lists for this method need not be declared. `scores` is for
     methods that the score stage calls.
+
+    Example:
+
+        class Verifier(Worker):
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+            @batch_columns(["input_ids"], writes=[Column("verdicts", "[rows]", "float32")])
+            def compute_verdicts(self, data: DataProto) -> DataProto: ...
     """
 
     def mark(method: F) -> F:
@@ -326,6 +338,10 @@ def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
     """Add or replace these columns in place, and return the batch.
 
     Columns with the shape of the response mask are converted to its format: ragged or padded.
+
+    Example:
+
+        batch = write_columns(batch, is_long=batch.batch["response_mask"].sum(dim=-1) > 512)
     """
     mask = batch.columns.get("response_mask")
     formatted: dict[str, TensorColumn] = dict(columns)

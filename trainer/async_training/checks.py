@@ -56,7 +56,7 @@ def check_run(config: AsyncConfig) -> list[str]:
         )
     chooses = {
         "algorithm.filter_groups.enable": algorithm.filter_groups.enable,
-        **{name: chosen.resamples for name, chosen in active_filters(config).items()},
+        **{name: entry.resamples for name, entry in active_filters(config).items()},
     }
     for key, is_set in chooses.items():
         if is_set and len(topology.routed_ranks) > 1:

@@ -29,6 +29,10 @@ class SampleChunk:
 
     The rows of a validation belong to no batch; such chunks have a negative number.
 
+    Example:
+
+        ages = [view.version - chunk.version for chunk in view.ready]
+
     Args:
         number: the chunk's position in the order of the run's prompts.
         num_samples: number of its samples.
@@ -102,6 +106,10 @@ class BufferView:
 
     If trainer ranks have their own generators, each has its own view: its part of a batch.
 
+    Example:
+
+        is_full = sum(chunk.num_samples for chunk in view.ready) >= view.num_samples
+
     Args:
         ready: finished chunks, in the order in which they arrived.
         in_progress: chunks that are being generated.
@@ -135,6 +143,10 @@ class BufferView:
 @dataclass
 class SelectedBatch:
     """The chunks of a batch in order, and chunks to drop with the reasons.
+
+    Example:
+
+        SelectedBatch(select_chunks(view.ready, view.num_samples))
 
     Args:
         selected: chunks with exactly `view.num_samples` samples; empty if the trainer has to wait.
@@ -204,11 +216,24 @@ def _check(sampler: Any, subject: str) -> None:
 
 
 BATCH_SAMPLERS: Registry[type[BatchSampler]] = Registry("sampler", _check)
-"""Names for `async_training.sampler`: subclasses of `BatchSampler`."""
+"""Names for `async_training.sampler`: subclasses of `BatchSampler`.
+
+    @BATCH_SAMPLERS.register("first_ready")
+    class FirstReady(BatchSampler):
+        def choose(self, view):
+            return SelectedBatch(select_chunks(view.ready, view.num_samples))
+
+The run makes a sampler without arguments.
+"""
 
 
 def select_chunks(chunks: Iterable[SampleChunk], num_samples: int) -> list[SampleChunk]:
-    """Return the first chunks that fit and add up to exactly `num_samples` samples, or none."""
+    """Return the first chunks that fit and add up to exactly `num_samples` samples, or none.
+
+    Example:
+
+        batch = SelectedBatch(select_chunks(view.ready, view.num_samples))
+    """
     taken: list[SampleChunk] = []
     for chunk in chunks:
         if chunk.num_samples <= num_samples:
@@ -222,6 +247,11 @@ def urgent_chunks_first(view: BufferView, ready: Sequence[SampleChunk]) -> list[
 
     The samples that remain of every version can then still be used in time. Return None if a chunk
     that must be in this batch is still being generated.
+
+    Example:
+
+        in_time = urgent_chunks_first(view, view.ready) or ()
+        batch = SelectedBatch(select_chunks(in_time, view.num_samples))
     """
     head: dict[int, SampleChunk] = {}
     for version_made in sorted({chunk.version for chunk in [*ready, *view.in_progress]}):

@@ -122,6 +122,10 @@ def placement_presets(split: Mapping[str, Sequence[str]]) -> Placements:
     """Return the presets of a recipe whose `placement=split` puts roles on these pools.
 
     `colocate` puts all of them on one pool, `standalone` puts each on its own.
+
+    Example:
+
+        placement_presets({"policy_pool": ["actor", "rollout"], "critic_pool": ["critic"]})
     """
     roles = [role for pool_roles in split.values() for role in pool_roles]
     return {

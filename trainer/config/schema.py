@@ -50,7 +50,16 @@ def check_tracker_methods(tracker: Any, subject: str) -> None:
 
 
 TRACKERS: Registry[Any] = Registry("tracker", check_tracker)
-"""Names for `trainer.logger`: built-in trackers, and functions (config, total_steps) -> tracker."""
+"""Names for `trainer.logger`: functions (config, total_steps) -> tracker.
+
+    @TRACKERS.register("print")
+    class PrintTracker:
+        def __init__(self, config, total_steps): ...
+        def write(self, metrics, step): print(step, metrics["critic/score/mean"])
+        def close(self): ...
+
+`console`, `tensorboard`, `trackio` and `wandb` are built in.
+"""
 for _built_in in ("console", "tensorboard", "trackio", "wandb"):
     TRACKERS.register(_built_in)(_built_in)  # `trainer.run_folder.tracking` has their classes
 
@@ -202,7 +211,15 @@ class PoolResources(Section):
 
 @dataclass(kw_only=True)
 class RunConfig(Section):
-    """The sections and keys of every recipe; `verl-like ppo --cfg all` explains them."""
+    """The sections and keys of every recipe; `verl-like ppo --cfg all` explains them.
+
+    Example:
+
+        @dataclass(kw_only=True)
+        class MyConfig(RunConfig):              # the schema of your own recipe
+            threshold: float = config_field(0.5, at_least=0, at_most=1)
+            # below the field, a docstring explains the key
+    """
 
     never_read: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Reason -> keys of shared sections that this recipe does not read."""

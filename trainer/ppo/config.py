@@ -170,7 +170,13 @@ class PPOTrainerConfig(ValidatingTrainerConfig):
 
 @dataclass(kw_only=True)
 class PPOConfig(RunConfig, WorkersConfig):
-    """The configuration of a PPO run; `verl-like ppo --cfg all` explains its keys."""
+    """The configuration of a PPO run; `verl-like ppo --cfg all` explains its keys.
+
+    Example:
+
+        config = load_config(["data.train_files=a.parquet", "actor_rollout_ref.model.path=m"])
+        config.actor_rollout_ref.rollout.n      # 1, a field of a section of `PPOConfig`
+    """
 
     generates_while_training = False
     """True if a rollout generates while the trainer trains."""

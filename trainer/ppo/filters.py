@@ -1,16 +1,10 @@
 """Filters: what an update leaves out of its samples, in the order in which they are applied.
 
-    for name, chosen in active_filters(config).items():
-        before, (batch, metrics) = batch, chosen.keep(batch, config, step)
+    for name, sample_filter in active_filters(config).items():
+        batch, metrics = sample_filter.apply(batch, config, step)
 
 Every filter is registered here with its name; the update and the checks read this list. To add
-one, register a function in your own module. It runs after ours:
-
-    @register_filter("short responses")
-    def without_short_responses(batch, config, step):
-        mask = batch.batch["response_mask"]
-        short = mask.sum(dim=-1, keepdim=True) < 4
-        return write_columns(batch.select(), response_mask=mask.masked_fill(short, 0)), {}
+one, register a function in your own module (`register_filter`).
 
 A filter masks tokens in `response_mask`, weights them, or draws rows again; it changes the batch
 before the losses see it. A masked token is in no mini-batch's mask and in no denominator, at any
@@ -48,15 +42,15 @@ from workers.rewards.weighted import SKIPPED
 
 logger = logging.getLogger(__name__)
 Filtered = tuple[DataProto, dict[str, float]]
-Keep = Callable[[DataProto, PPOConfig, int], Filtered]
+FilterFunction = Callable[[DataProto, PPOConfig, int], Filtered]
 """(samples, config, step) -> (the samples that remain, metrics)."""
 
 
 @dataclass(frozen=True)
 class Filter:
-    """A filter, when it applies, and how."""
+    """A registered filter, and the arguments of `register_filter`."""
 
-    keep: Keep
+    apply: FilterFunction
     is_on: Callable[[PPOConfig], bool]
     resamples: bool
     """True if it draws rows again, by comparing all rows of the batch."""
@@ -71,13 +65,34 @@ def register_filter(
     *,
     is_on: Callable[[PPOConfig], bool] = lambda config: True,
     resamples: bool = False,
-) -> Callable[[Keep], Keep]:
-    """Return a decorator that registers a filter; the arguments are the fields of `Filter`."""
+) -> Callable[[FilterFunction], FilterFunction]:
+    """Return a decorator that registers a filter of the samples that an update trains on.
 
-    def enter(keep: Keep) -> Keep:
-        check_call(keep, f"the filter {name!r}", CallSignature("batch", "config", "step"))
-        FILTERS.register(name)(Filter(keep, is_on, resamples))
-        return keep
+    The function gets the samples, the configuration and the number of the step. It returns the
+    samples that remain, and metrics. It runs after the built-in filters.
+
+    Example:
+
+        @register_filter("short responses")
+        def without_short_responses(batch, config, step):
+            mask = read_columns(batch, "response_mask")["response_mask"]
+            is_short = mask.sum(dim=-1, keepdim=True) < 4
+            batch = write_columns(batch.select(), response_mask=mask.masked_fill(is_short, 0))
+            return batch, {"response/short_ratio": is_short.double().mean().item()}
+
+    Args:
+        name: the filter's name, which the hook `on_filter` gets.
+        is_on: a function of the configuration that tells whether a run applies the filter.
+        resamples: True if the filter draws rows again, so that ranks are balanced after it.
+
+    Raises:
+        ConfigError: the function does not take (batch, config, step), or the name is taken.
+    """
+
+    def enter(function: FilterFunction) -> FilterFunction:
+        check_call(function, f"the filter {name!r}", CallSignature("batch", "config", "step"))
+        FILTERS.register(name)(Filter(function, is_on, resamples))
+        return function
 
     return enter
 

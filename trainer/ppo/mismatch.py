@@ -75,6 +75,10 @@ def diagnose_rollout_gap(trainer: Any, prompts: DataProto) -> tuple[str, str]:
     The prompts are sampled once as configured and once without truncation; the actor computes the
     log-probs of both batches. No weights change.
 
+    Example:
+
+        cause, sentence = diagnose_rollout_gap(trainer, next(trainer.prompts))
+
     Args:
         trainer: a `PPOTrainer` whose models are built.
         prompts: a batch of its `loader`.

@@ -39,6 +39,14 @@ class PPOTrainer(Trainer):
 
     To change a stage, override its method in a subclass, and select the subclass by
     `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks in the order of their calls.
+
+    Example:
+
+        class ClampedAdvantages(PPOTrainer):
+            def estimate(self, batch):
+                batch, metrics = super().estimate(batch)
+                advantages = read_columns(batch, "advantages")["advantages"]
+                return write_columns(batch, advantages=advantages.clamp(-3, 3)), metrics
     """
 
     recipe = preparation.PPO_RUN
@@ -134,10 +142,10 @@ class PPOTrainer(Trainer):
         """
         config, step, metrics = self.config, self.global_step, dict[str, float]()
         num_prompts = len(batch) // config.actor_rollout_ref.rollout.n
-        for name, chosen in active_filters(config).items():
+        for name, sample_filter in active_filters(config).items():
             before = batch
-            batch, filtered = chosen.keep(before, config, step)
-            if chosen.resamples:
+            batch, filtered = sample_filter.apply(before, config, step)
+            if sample_filter.resamples:
                 batch, _ = self.balance(batch)
             metrics |= filtered
             self.call_hook("on_filter", name, before, batch)

@@ -58,7 +58,15 @@ def end_as_samples_do(
 
 
 class RewardModelTrainer(RowTrainer[PairRow]):
-    """The loop of `verl-like reward-model`; `self.groups["reward_model"]` trains the model."""
+    """The trainer of `verl-like reward-model`; `self.groups["reward_model"]` trains the model.
+
+    Example:
+
+        class WithMargin(RewardModelTrainer):
+            def validation_metrics(self):
+                metrics = super().validation_metrics()
+                return metrics | {"val-core/rm/margin": metrics["val-aux/rm/margin"]}
+    """
 
     config: RewardModelRunConfig
     recipe = replace(ROWS_RUN, role="reward_model")

@@ -88,6 +88,10 @@ def describe_reached_target(metrics: Mapping[str, float], targets: Mapping[str, 
 
     `targets` maps names to numbers, as `trainer.stop_at`; a metric reaches its target from below.
     Validation metrics may be missing from a step; another missing metric is a `ConfigError`.
+
+    Example:
+
+        describe_reached_target({"critic/score/mean": 0.8}, targets={"critic/score/mean": 0.75})
     """
     for name, target in targets.items():
         if name not in metrics and not name.startswith("val"):

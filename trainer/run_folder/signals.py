@@ -35,6 +35,13 @@ class RunInterrupted(KeyboardInterrupt):
     """Raised if a signal, such as Ctrl-C, stopped a run; the message says at which point.
 
     Like `KeyboardInterrupt`, it passes `except Exception`. `exit_code` is the code for the shell.
+
+    Example:
+
+        try:
+            run(config)
+        except RunInterrupted as stop:
+            sys.exit(stop.exit_code)
     """
 
     def __init__(self, number: int, where: str) -> None:

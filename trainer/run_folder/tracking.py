@@ -45,6 +45,13 @@ class Tracker(Protocol):
     """Interface of a metrics backend; a method `write_samples(name, rows, step)` is optional.
 
     A run creates each tracker that `trainer.logger` names by `tracker_class(config, total_steps)`.
+
+    Example:
+
+        class PrintTracker:
+            def __init__(self, config, total_steps): ...
+            def write(self, metrics, step): print(step, metrics["critic/score/mean"])
+            def close(self): ...
     """
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:

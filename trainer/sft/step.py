@@ -17,7 +17,17 @@ from workers.columns import read_columns
 
 
 class SFTTrainer(RowTrainer[LMRow]):
-    """The loop of `verl-like sft`: override `step`; `self.groups["sft"]` trains the model."""
+    """The trainer of `verl-like sft`; `self.groups["sft"]` trains the model.
+
+    Select a subclass by `trainer.cls=my_module.WithPerplexity`.
+
+    Example:
+
+        class WithPerplexity(SFTTrainer):
+            def validation_metrics(self):
+                metrics = super().validation_metrics()
+                return metrics | {"val/perplexity": math.exp(metrics["val/loss"])}
+    """
 
     config: SFTConfig
     recipe = replace(ROWS_RUN, role="sft")

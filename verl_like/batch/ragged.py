@@ -32,6 +32,12 @@ class RaggedTensor:
     - `width`: the length of a row of the rectangle.
     - `starts`: the first position of each span in its row, shaped like `lengths`; by default 0.
     - `fill`: the value outside the spans.
+
+    Example:
+
+        rows = [torch.tensor([5, 6]), torch.tensor([7])]
+        column = RaggedTensor.from_rows(rows, width=4)
+        column.padded()                             # [[5, 6, 0, 0], [7, 0, 0, 0]]
     """
 
     def __init__(

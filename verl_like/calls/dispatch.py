@@ -103,6 +103,12 @@ class Dispatch:
     - `DP_COMPUTE_METRIC`: batches are split; `get()` gives a list by rank.
 
     `register_dispatch_mode` adds one. `mode` holds its functions.
+
+    Example:
+
+        class Scorer(Worker):
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+            def score(self, data: DataProto) -> DataProto: ...
     """
 
     members: ClassVar[dict[str, Dispatch]] = {}

@@ -179,6 +179,12 @@ class DataProtoFuture(WorkerFuture):
 
     If you pass it to a group with as many data-parallel ranks as it has chunks, Ray sends the
     chunks from worker to worker and not through the driver.
+
+    Example:
+
+        values = critic.compute_values.remote(batch)        # returns at once
+        update = actor.update_actor.remote(values)          # gets the values without the driver
+        metrics = update.get()
     """
 
     def fits(self, transport: Transport, num_chunks: int) -> bool:

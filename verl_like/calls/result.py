@@ -29,7 +29,12 @@ from verl_like.calls.wire import BATCH, BOTH, METRICS, Header
 from verl_like.errors import DispatchError
 
 CallMetrics = dict[str, Any]
-"""Name -> a number, a string, or a list of these; for a whole group, the list over its ranks."""
+"""The metrics of a call by name.
+
+    metrics: CallMetrics = {"critic/vf_loss": 0.25}
+
+A value is a number, a string, or a list of these. A group's call has the list over its ranks.
+"""
 
 
 class CallResult(NamedTuple):
@@ -37,10 +42,14 @@ class CallResult(NamedTuple):
 
     Example:
 
-        return CallResult(data.select(["old_log_probs"]), {"entropy": 1.2})     # on each worker
+        class Scorer(Worker):
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+            def score(self, data: DataProto) -> CallResult:
+                scores = DataProto.from_dict({"scores": torch.zeros(len(data))})
+                return CallResult(scores, {"entropy": 1.2})
 
-        batch, metrics = group.compute_log_prob(data).get()     # on the driver, where
-        metrics["entropy"]                                      # is [1.2, 1.3] from two ranks
+    On the driver, `batch, metrics = group.score(data)` has the rows of all ranks, and
+    `metrics["entropy"]` is [1.2, 1.3] from two ranks.
 
     Attributes:
         batch: a `DataProto`; None if there are only metrics.

@@ -72,6 +72,12 @@ class PoolPlan:
 class Placement:
     """Pools that fit on the nodes, with their roles. `print` shows them as a table.
 
+    Example:
+
+        nodes = [NodeSpec("host", devices=4, cpus=16)]
+        roles = {"actor_rollout": "policy_pool", "critic": "critic_pool"}
+        print(Placement.plan({"policy_pool": [2], "critic_pool": [2]}, roles, nodes))
+
     Args:
         pools: pool -> its processes per node, its nodes and its roles.
     """

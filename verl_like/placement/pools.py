@@ -86,6 +86,10 @@ def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict
 class NodeSpec:
     """A machine in a plan.
 
+    Example:
+
+        NodeSpec("host-1", devices=8, cpus=64, kind="GPU")
+
     Args:
         name: the name in messages, such as the host's.
         devices: number of GPUs, or of CPU slots on a node without GPUs.

@@ -38,6 +38,10 @@ IMAGE_MARK = "<image>"
 class Observation:
     """An environment's reply after which the policy takes another turn.
 
+    Example:
+
+        Observation("Too low. Guess again.", reward=-0.1)
+
     Args:
         text: the observation that the policy reads next.
         reward: reward of the policy's last text.
@@ -80,6 +84,11 @@ class Observation:
 @dataclass(frozen=True)
 class TrajectoryEnd:
     """An environment's reply that ends the trajectory.
+
+    Example:
+
+        TrajectoryEnd(reward=1.0)                   # solved
+        TrajectoryEnd(reward=0.0, truncated=True)   # out of time
 
     Args:
         reward: reward of the policy's last text.
@@ -196,7 +205,12 @@ class EnvironmentAdapter(Environment):
 
 
 ENVIRONMENT_ADAPTERS: Registry[str] = Registry("adapter of environments")
-"""By prefix: module and name of an `EnvironmentAdapter`, or of a function (id, kwargs) -> agent."""
+"""Prefixes for `environment`, such as `gymnasium` in `gymnasium:CartPole-v1`.
+
+    ENVIRONMENT_ADAPTERS.register("mygym")("my_package.adapters:MyGym")     # environment=mygym:task
+
+An entry is the path of an `EnvironmentAdapter`, or of a function (id, kwargs) -> agent.
+"""
 for _prefix, _class in {
     "gem": "Gem",
     "gymnasium": "Gymnasium",

@@ -111,6 +111,10 @@ class OptimConfig(Section):
     `lr` is the peak learning rate, and `lr_warmup_steps` and `lr_scheduler_type` set its schedule.
     `optimizer` names the optimizer, which gets `weight_decay`, `betas` and `eps` if it has these
     parameters, and the further arguments in `args`. `verl-like ppo --cfg all` explains all keys.
+
+    Example:
+
+        OptimConfig(lr=1e-6, lr_warmup_steps=10, lr_scheduler_type="cosine")
     """
 
     lr: float = config_field(1e-6, at_least=0)
@@ -171,6 +175,10 @@ class FSDPConfig(FrozenFSDPConfig):
     `fsdp_size` is the number of ranks that shard the weights; -1 takes all that the other parallel
     axes leave. `param_offload` and `optimizer_offload` keep weights and optimizer state in host
     memory while they are not needed; by default, the role's `strategy` decides.
+
+    Example:
+
+        FSDPConfig(fsdp_size=4, param_offload=True)
     """
 
     optimizer_offload: bool | None = config_field(None)

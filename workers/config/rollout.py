@@ -12,7 +12,12 @@ from workers.config.conditions import SPLIT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS
 
 ROLLOUT_ENGINES: Registry[Any] = Registry("rollout engine")
-"""Names for `rollout.name`: the built-in engines; a dotted path names your own class."""
+"""Names for `rollout.name`: the built-in engines.
+
+    sorted(ROLLOUT_ENGINES)         # auto, hf, native, vllm
+
+Your own engine, a subclass of `RolloutEngine`, has a path: `rollout.name=my_module.MyEngine`.
+"""
 AUTO = "auto"
 for _built_in in (AUTO, "native", "hf", "vllm"):
     ROLLOUT_ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes

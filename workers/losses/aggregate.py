@@ -64,7 +64,8 @@ def agg_loss(
 ) -> Tensor:
     """Return the contribution of these rows to the loss of the global mini-batch, a scalar.
 
-        loss = agg_loss(losses, response_mask, "token-mean")        # of a whole mini-batch
+        losses = torch.tensor([[0.5, 1.5], [4.0, 0.0]])
+        agg_loss(losses, torch.tensor([[1, 1], [1, 0]]), "token-mean")      # 2.0
 
     The contributions of all micro-batches on all ranks add up to the loss, so gradients are summed
     over ranks, not averaged.
@@ -72,7 +73,8 @@ def agg_loss(
     Args:
         loss_mat: the token losses, [rows, R], with R response tokens.
         loss_mask: [rows, R], nonzero for the tokens in the loss, such as `response_mask`.
-        loss_agg_mode: a key of `AGGREGATIONS`, such as "token-mean".
+        loss_agg_mode: "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean" or
+            "seq-mean-token-sum-norm"; docs/algorithms.md has their formulas.
         batch_num_tokens: tokens of the global mini-batch; None counts the tokens of these rows.
         global_batch_size: rows of the global mini-batch that have a token inside the mask; None
             counts such rows among these.

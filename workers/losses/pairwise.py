@@ -22,7 +22,14 @@ PairwiseLoss = Callable[[Tensor], Tensor]
 REWARD_MODEL_LOSSES: Registry[PairwiseLoss] = Registry(
     "reward-model loss", partial(check_call, call=CallSignature("gap"))
 )
-"""Names for `loss` of a reward model's training: functions from score gaps [pairs] to losses."""
+"""Names for `loss` of a reward model's training: functions from score gaps [pairs] to losses.
+
+    @REWARD_MODEL_LOSSES.register("squared")
+    def compute_squared_loss(gap):
+        return (1 - gap).square()
+
+The gap is chosen score - rejected score - margin, [pairs]. A loss is [pairs], too.
+"""
 
 
 @REWARD_MODEL_LOSSES.register("log_sigmoid")

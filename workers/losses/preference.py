@@ -29,7 +29,16 @@ from verl_like.signatures import check_by_name
 PreferenceLoss = Callable[..., Tensor]
 
 PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss", check_by_name)
-"""Names for `loss` of preference training: functions from log-probs [pairs, 2] to losses."""
+"""Names for `loss` of preference training: functions from log-probs [pairs, 2] to losses [pairs].
+
+    @PREFERENCE_LOSSES.register("logistic")
+    def compute_logistic_loss(log_probs, ref_log_probs, beta):
+        ratios = log_probs - ref_log_probs              # [pairs, 2]: chosen, rejected
+        return -torch.nn.functional.logsigmoid(beta * (ratios[:, 0] - ratios[:, 1]))
+
+A parameter's name says what it gets: a column, such as `log_probs` or `num_tokens`, or a key of the
+recipe, such as `beta`.
+"""
 COLUMNS: Mapping[str, str] = {
     "log_probs": "log-probs of the responses: sums over their tokens",
     "ref_log_probs": "the same under the reference",

@@ -133,6 +133,11 @@ def declare_loss_keys(*keys: str) -> Callable[[AnyPolicyLoss], AnyPolicyLoss]:
 
     If the user sets another key of policy losses, the run then prints a notice that it has no
     effect. Without the decorator, a loss may read any of them.
+
+    Example:
+
+        @declare_loss_keys("clip_ratio_low", "clip_ratio_high")
+        def compute_my_loss(old_log_prob, log_prob, advantages, response_mask, **settings): ...
     """
     return declares(keys_read=keys)
 
@@ -143,6 +148,14 @@ def declare_chosen_tokens(choose: TokenChooser) -> Callable[[AnyPolicyLoss], Any
     The driver calls `choose(old_log_prob, advantages, response_mask, generator, config=actor)`, in
     which the tensors are [rows, R]. It returns a bool mask [rows, R], which the loss gets as
     `chosen_tokens`.
+
+    Example:
+
+        def choose_certain(old_log_prob, advantages, response_mask, generator, config):
+            return (old_log_prob > -0.1) & response_mask.bool()
+
+        @declare_chosen_tokens(choose_certain)
+        def compute_my_loss(log_prob, chosen_tokens, **inputs): ...
     """
     return declares(choose_tokens=choose)
 
@@ -156,9 +169,15 @@ def _check(policy_loss: Any, subject: str) -> None:
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
 """Names for `actor.policy_loss.loss_mode`: functions that return (loss, metrics).
 
-    loss, metrics = POLICY_LOSSES["vanilla"](old_log_prob=..., log_prob=..., advantages=..., ...)
+The loss is a scalar, and metrics are scalars by name; both add up over micro-batches and ranks.
 
-Every loss is called with the keyword arguments in `LOSS_INPUTS`.
+    @POLICY_LOSSES.register("mine")
+    def compute_my_loss(
+        old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config,
+        rollout_is_weights, **denominators,
+    ):
+        losses = -torch.exp(log_prob - old_log_prob) * advantages           # [rows, R]
+        return agg_loss(losses, response_mask, loss_agg_mode, **denominators), {}
 """
 
 

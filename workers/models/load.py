@@ -58,6 +58,10 @@ def load_model(
 ) -> Any:
     """Return the whole module on one device, in evaluation mode.
 
+    Example:
+
+        module = load_model(ModelConfig(path="models/verifier"), head="token")
+
     Args:
         config: the model's section, such as `config.actor_rollout_ref.model`.
         head: "token" for a language model, "scalar" for a critic, "score" for a reward model.

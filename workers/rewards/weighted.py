@@ -423,6 +423,12 @@ def place_at_last_token(values: Tensor, mask: Tensor) -> Tensor:
     """Return a tensor [rows, R]: `values` [rows] at each row's last token, zero elsewhere.
 
     `mask` [rows, R] marks the tokens; a row without any has its value at position 0.
+
+    Example:
+
+        scores = torch.tensor([1.0, 0.5])
+        mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
+        place_at_last_token(scores, mask)           # [[0, 1, 0], [0.5, 0, 0]]
     """
     placed = torch.zeros(mask.shape, dtype=values.dtype)
     placed[torch.arange(len(values)), last_places(mask)] = values

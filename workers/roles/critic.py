@@ -44,7 +44,16 @@ def value_budget(config: WorkersConfig) -> MicroBatchBudget:
 
 
 class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
-    """Predicts the return before each response token, and trains on observed returns."""
+    """Predicts the return before each response token, and trains on observed returns.
+
+    Example:
+
+        class ClampedCritic(CriticWorker):      # role_workers.critic=my_module.ClampedCritic
+            @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+            def compute_values(self, data: DataProto) -> DataProto:
+                values = super().compute_values(data)
+                return write_columns(values, values=values.batch["values"].clamp(0, 1))
+    """
 
     engine: TrainEngine
 

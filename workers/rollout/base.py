@@ -32,6 +32,10 @@ class SamplingParams:
 
     They are applied in this order: logit bias, minimum length, temperature, top-k, top-p, min-p.
 
+    Example:
+
+        SamplingParams(temperature=0.7, top_p=0.9, max_tokens=256, stop_token_ids=(2,))
+
     Args:
         temperature: divisor of the logits.
         top_k: sample from the k most likely tokens; -1: from all.
@@ -98,6 +102,10 @@ class SamplingParams:
 @dataclass(frozen=True)
 class EngineLimits:
     """The sizes that an engine must support, and its memory.
+
+    Example:
+
+        EngineLimits(prompt_width=512, response_width=1024, max_num_seqs=64)
 
     Args:
         prompt_width: maximum tokens of a prompt.

@@ -30,7 +30,13 @@ logger = logging.getLogger(__name__)
 
 
 class HFRolloutEngine(ModuleRolloutEngine):
-    """Generates with its own copy of the module, by transformers' `generate`."""
+    """Generates with its own copy of the module, by transformers' `generate`.
+
+    Example:
+
+        module = load_model(ModelConfig(path="models/policy"), head="token")
+        engine = HFRolloutEngine(module, EngineLimits(prompt_width=64, response_width=64))
+    """
 
     def __init__(
         self, module: Any, limits: EngineLimits, *, decode: Callable[[list[int]], str] | None = None

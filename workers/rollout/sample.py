@@ -59,6 +59,10 @@ class CachedStates:
 class Sample:
     """A prompt and its response so far.
 
+    Example:
+
+        Sample(prompt=[5, 6, 7], seed=sample_seed(0, "12-0", 3), name="12-0/3")
+
     Args:
         prompt: token ids of the prompt, without padding.
         seed: seed of its sampling noise (`sample_seed`).
@@ -236,6 +240,10 @@ def sample_seed(
     seed: int, uid: str, sample_index: int, attempt: int = 0, stream: str = "train"
 ) -> int:
     """Return the 64-bit seed of a sample's noise: equal arguments give equal noise.
+
+    Example:
+
+        sample_seed(0, uid="12-0", sample_index=3)
 
     Args:
         seed: the run's seed.

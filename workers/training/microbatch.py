@@ -244,6 +244,10 @@ def _real_tokens(mask: Tensor, names: Sequence[str]) -> RaggedTensor:
 class MiniBatch:
     """One rank's rows of a mini-batch, with the row and token counts over all ranks.
 
+    Example:
+
+        loss = losses.sum() / max(mini_batch.num_rows, 1)   # a contribution: ranks add them up
+
     Args:
         columns: this rank's rows.
         num_rows: rows over all ranks that have a token inside the response mask.

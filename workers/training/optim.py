@@ -44,7 +44,14 @@ def _check_schedule(schedule: Any, subject: str) -> None:
 
 
 LR_SCHEDULES: Registry[LRSchedule] = Registry("learning-rate schedule", _check_schedule)
-"""Names for `optim.lr_scheduler_type`."""
+"""Names for `optim.lr_scheduler_type`.
+
+    @LR_SCHEDULES.register("quadratic")
+    def quadratic(progress, min_lr_ratio):              # progress after the warm-up: 0 to 1
+        return max(1 - progress**2, min_lr_ratio)
+
+The result is a factor of the peak rate. A further parameter gets the key of its name in `optim`.
+"""
 
 
 @LR_SCHEDULES.register("constant")
@@ -144,7 +151,13 @@ def _settings_taken(cls: Any) -> list[str]:
 
 
 OPTIMIZERS: Registry[Any] = Registry("optimizer", _check_optimizer)
-"""Names for `optim.optimizer`: constructors that take the weights and, by name, some `SETTINGS`."""
+"""Names for `optim.optimizer`: constructors of optimizers.
+
+    OPTIMIZERS.register("RMSprop")(torch.optim.RMSprop)
+
+A constructor gets the weights and, as far as it has these parameters, `lr`, `eps`, `weight_decay`
+and `betas`.
+"""
 OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
 
 
@@ -195,6 +208,10 @@ def build_optimizer(
 @dataclass(frozen=True)
 class OptimStepSettings:
     """Settings of one optimizer step that differ from the configuration; None keeps a setting.
+
+    Example:
+
+        OptimStepSettings(lr=1e-6, grad_clip=1.0)
 
     Args:
         lr: learning rate, instead of the schedule's.

@@ -139,7 +139,15 @@ def _paired(chosen: Column, rejected: Column) -> Column:
 
 
 class ScoreTrainEngine(TrainEngine):
-    """A training engine that gives one score per row, for example for a reward model."""
+    """A training engine that gives one score per row, for example for a reward model.
+
+    Example:
+
+        spec = RoleModelSpec("verifier.path", ModelConfig(path="models/verifier"), head="score")
+        engine = ScoreTrainEngine(spec)
+        engine.build(worker)                                # in `init_model`, on every rank
+        scores = engine.score_rows(data, MicroBatchBudget(rows=8))          # [rows]
+    """
 
     def __init__(
         self, model: RoleModelSpec, *, score_at: str | None = None, **settings: Any

@@ -67,6 +67,13 @@ class BackgroundSaves(Worker):
 class CheckpointMixin(BackgroundSaves):
     """Adds saving and loading to a worker with a `TrainEngine`.
 
+    Example:
+
+        class Verifier(CheckpointMixin, Worker):
+            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+            def init_model(self) -> None:
+                self.engine.build(self)     # made in `__init__`; save_checkpoint writes its weights
+
     Attributes:
         engine: the `TrainEngine`, which the worker sets in `init_model`.
         config: the worker's config section, which has the key `checkpoint.save_contents`.

@@ -114,8 +114,8 @@ def learned_on_ranks(tiny_dir: Path, num_rows_a_pass: int) -> list[dict[str, flo
         )
         config.algorithm.rollout_correction = RolloutCorrectionConfig(**settings)
         batch = sampled()
-        for chosen in active_filters(config_of(**settings)).values():
-            batch, _ = chosen.keep(batch, config_of(**settings), 1)
+        for sample_filter in active_filters(config_of(**settings)).values():
+            batch, _ = sample_filter.apply(batch, config_of(**settings), 1)
         worker = started(role, config, 10)
         data = own_chunk(batch, worker.rank, worker.world_size)
         update = worker.update_actor if role is ActorWorker else worker.update_critic

@@ -23,11 +23,14 @@ AnyEstimator = TypeVar("AnyEstimator", bound=Estimator)
 ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", check_by_name)
 """Names for `algorithm.adv_estimator`: functions that return (advantages, returns), each [rows, R].
 
-    advantages, returns = ADVANTAGE_ESTIMATORS["grpo"](
-        token_level_rewards=..., response_mask=..., index=...
-    )
+A parameter's name says what it gets: a column, such as `token_level_rewards` or `values`; `index`,
+the uids of the rows; or a setting, such as `gamma` or `lam`.
 
-An estimator is called with the keyword arguments that its parameters name.
+    @ADVANTAGE_ESTIMATORS.register("centered")
+    def compute_centered_advantage(token_level_rewards, response_mask):
+        scores = token_level_rewards.sum(dim=-1, keepdim=True)          # [rows, 1]
+        advantages = (scores - scores.mean()) * response_mask
+        return advantages, advantages
 """
 
 
@@ -37,7 +40,13 @@ def needs_groups(estimator: Estimator) -> bool:
 
 
 def kl_belongs_in_loss(estimator: AnyEstimator) -> AnyEstimator:
-    """Mark an estimator like GRPO: a run with the KL in the reward then prints a warning."""
+    """Mark an estimator like GRPO: a run with the KL in the reward then prints a warning.
+
+    Example:
+
+        @kl_belongs_in_loss
+        def compute_my_grpo(token_level_rewards, response_mask, index): ...
+    """
     estimator.wants_kl_in_loss = True  # type: ignore[attr-defined]
     return estimator
 

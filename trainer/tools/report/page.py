@@ -76,6 +76,10 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
 def write_report(folder: str | Path) -> Path:
     """Write `report.html` of the run in `folder` atomically, and return its path.
 
+    Example:
+
+        page = write_report("runs/letters")         # runs/letters/report.html
+
     Raises:
         ConfigError: `folder` is not a run folder.
     """

@@ -47,7 +47,14 @@ from workers.rollout.sample import Sample
 
 
 class NativeRolloutEngine(ModuleRolloutEngine):
-    """Generates with its own module, or with the trainer's (`owns_weights=False`)."""
+    """Generates with its own module, or with the trainer's (`owns_weights=False`).
+
+    Example:
+
+        module = load_model(ModelConfig(path="models/policy"), head="token")
+        limits = EngineLimits(prompt_width=64, response_width=64)
+        engine = NativeRolloutEngine(module, limits, owns_weights=True)
+    """
 
     def __init__(
         self,

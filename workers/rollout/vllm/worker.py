@@ -214,7 +214,12 @@ def arriving(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker: needs `model_runner`, `vllm_config` and `rank`."""
+    """Mixin of vLLM's worker, which receives weights and samples with our seeds.
+
+    Example:
+
+        LLM("models/policy", worker_extension_cls="verl_like.extend.WorkerExtension")
+    """
 
     model_runner: Any
     vllm_config: Any
