@@ -37,16 +37,14 @@ class PPOTrainer(Trainer):
     - `update(batch)` trains actor and critic, and returns metrics
     - `sync()` sends the actor's weights to the rollout, and returns metrics
 
-    To change a stage, override its method in a subclass, and select the subclass by
-    `trainer.cls=my_module.MyTrainer`. `trainer.hooks` lists the hooks in the order of their calls.
+    To change a stage, override its method, and set `trainer.cls=my_module.Clamped`:
 
-    Example:
-
-        class ClampedAdvantages(PPOTrainer):
+        class Clamped(PPOTrainer):
             def estimate(self, batch):
                 batch, metrics = super().estimate(batch)
-                advantages = read_columns(batch, "advantages")["advantages"]
-                return write_columns(batch, advantages=advantages.clamp(-3, 3)), metrics
+                return write_columns(batch, advantages=batch.padded("advantages").tanh()), metrics
+
+    `trainer.hooks` lists the hooks in the order of their calls.
     """
 
     recipe = preparation.PPO_RUN
