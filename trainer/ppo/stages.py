@@ -37,9 +37,9 @@ class PPOTrainer(Trainer):
     - `update(batch)` trains actor and critic, and returns metrics
     - `sync()` sends the actor's weights to the rollout, and returns metrics
 
-    To change a stage, override its method, and set `trainer.cls=my_module.Clamped`:
+    To change a stage, override its method, and set `trainer.cls=my_module.Bounded`:
 
-        class Clamped(PPOTrainer):
+        class Bounded(PPOTrainer):
             def estimate(self, batch):
                 batch, metrics = super().estimate(batch)
                 return write_columns(batch, advantages=batch.padded("advantages").tanh()), metrics
