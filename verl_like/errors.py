@@ -125,8 +125,8 @@ def pickling_message(why: object) -> str:
 
 def few(words: Sequence[str], most: int = 8) -> str:
     """Return the first `most` names and the number of the others, to keep messages short."""
-    num_more = len(words) - most
-    return ", ".join(words[:most]) + (f" and {num_more} more" if num_more > 0 else "")
+    listed = ", ".join(words[:most])
+    return listed if len(words) <= most else f"{listed} and {len(words) - most} more"
 
 
 def nearest_divisors(size: int, total: int) -> str:

@@ -77,7 +77,9 @@ def check_methods(
         raise ConfigError(
             f"{subject} does not implement {', '.join(missing)}, which its base class requires."
         )
-    for name in _methods_beyond(cls, base) if names is None else names:
+    if names is None:
+        names = _methods_beyond(cls, base)
+    for name in names:
         ours = inspect.getattr_static(base, name, None)
         if inspect.isfunction(ours) or isinstance(ours, BOUND_OTHERWISE):
             check_method(cls, name, subject, call_of(ours))

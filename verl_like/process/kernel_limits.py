@@ -242,7 +242,11 @@ def _restrict_with_landlock(*places: str) -> None:
             "cannot restrict file writes on this machine: Linux 5.13+ with Landlock enabled is "
             "required ('landlock' must be listed in /sys/kernel/security/lsm)."
         )
-    rights = _WRITES | (_REFER if version > 1 else 0) | (_TRUNCATE if version > 2 else 0)
+    rights = _WRITES
+    if version > 1:
+        rights |= _REFER
+    if version > 2:
+        rights |= _TRUNCATE
     handled = struct.pack("QQQ", rights, 0, _SIGNALS_AND_SOCKETS if version > 5 else 0)
     size = 24 if version > 5 else 8
     rules = libc.syscall(_LANDLOCK_CREATE, handled, size, 0)

@@ -103,9 +103,11 @@ def resident(
 
 def _moments(optimizer: torch.optim.Optimizer | None) -> list[tuple[dict[str, Tensor], str]]:
     """Return the places of states of several elements; step counts stay where AdamW needs them."""
+    if optimizer is None:
+        return []
     return [
         (states, name)
-        for states in (optimizer.state.values() if optimizer is not None else ())
+        for states in optimizer.state.values()
         for name, value in states.items()
         if isinstance(value, Tensor) and math.prod(value.shape) > 1
     ]

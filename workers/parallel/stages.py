@@ -107,10 +107,12 @@ def stage_ranges(module: Any, num_stages: int, ep: int = 1) -> list[range]:
     spread = {id(w) for _, e in experts_of(module) for w in e.parameters()} if ep > 1 else ()
 
     def stored(part: nn.Module) -> float:
-        return sum(
-            w.numel() * (TRAINED if w.requires_grad else FROZEN) / (ep if id(w) in spread else 1)
-            for w in part.parameters()
-        )
+        num_bytes = 0.0
+        for weight in part.parameters():
+            per_number = TRAINED if weight.requires_grad else FROZEN
+            num_ranks = ep if id(weight) in spread else 1
+            num_bytes += weight.numel() * per_number / num_ranks
+        return num_bytes
 
     config = module.config.get_text_config()
     trains = any(weight.requires_grad for weight in module.parameters())

@@ -233,8 +233,8 @@ class RolloutWorker(WeightReceiver, Worker):
         model's folder, and at `sampling_kwargs.stop_token_ids`.
         """
         eos = data.meta_info.get("eos_token_id")
-        stop = tuple(int(token) for token in ([eos] if isinstance(eos, int) else eos or ()))
-        stop = (*stop, *self.model_eos)
+        ids = [eos] if isinstance(eos, int) else eos or ()
+        stop = (*map(int, ids), *self.model_eos)
         if not stop:
             raise RolloutError(
                 "rollout: neither meta_info nor the model's generation_config.json has an "

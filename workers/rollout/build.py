@@ -119,7 +119,9 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
         from workers.models.quantize import check_device
 
         check_device(device_type)
-    elif (rollout.dtype or ("bfloat16" if device_type == "cuda" else "float32")) != "bfloat16":
+        return
+    default_dtype = "bfloat16" if device_type == "cuda" else "float32"
+    if (rollout.dtype or default_dtype) != "bfloat16":
         raise ConfigError(
             f"{pair}: vLLM's fp8 layers compute in bfloat16, but {SECTION}.dtype={rollout.dtype} "
             f"on {device_type} is not bfloat16. Set {SECTION}.dtype=bfloat16."

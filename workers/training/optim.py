@@ -167,10 +167,9 @@ class MatrixDecayAdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the matrices and the vectors as separate groups, the latter without weight decay."""
-        matrices: list[Tensor] = []
-        vectors: list[Tensor] = []
-        for parameter in param_group["params"]:
-            (matrices if parameter.dim() >= 2 else vectors).append(parameter)
+        parameters = list(param_group["params"])
+        matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
+        vectors = [parameter for parameter in parameters if parameter.dim() < 2]
         if matrices:
             super().add_param_group({**param_group, "params": matrices})
         if vectors:
