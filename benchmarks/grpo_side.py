@@ -72,8 +72,10 @@ def make(folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
 
 
-def ours(folder: Path, kind: str, steps: int, seed: int = 1, compiles: str = "auto") -> list[float]:
-    """Run `backend=local` as the command line does; return the rewards."""
+def ours(
+    folder: Path, kind: str, steps: int, seed: int = 1, compiles: str = "auto", *more: str
+) -> list[float]:
+    """Run `backend=local` as the command line does, with more overrides; return the rewards."""
     from trainer import load_config, run
     from verl_like.process.info import OWN_PROCESS
 
@@ -98,6 +100,7 @@ def ours(folder: Path, kind: str, steps: int, seed: int = 1, compiles: str = "au
             f"trainer.total_training_steps={steps}",
             f"trainer.seed={seed}",
             f"trainer.default_local_dir={run_folder}",
+            *more,
         ]
         run(load_config(overrides))
         lines = (Path(run_folder) / "metrics.jsonl").read_text().splitlines()

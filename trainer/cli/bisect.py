@@ -9,7 +9,7 @@ A and B are run folders (trainer.record=all, or trainer.batch_steps_to_keep), or
 records of any framework: trl:DIR, verl:DIR (trainer.rollout_data_dir of verl),
 slime:DIR (--save-debug-rollout-data), tinker:DIR. Settings, then the stages of
 each step are compared in order: prompts, samples, mask, log-probs, scores,
-rewards, advantages, loss, gradients, learning rate, weights. Where a stage
+rewards, advantages, loss, gradients, learning rate, optimizer. Where a stage
 differs, both sides are computed again by verl-like's formulas, and the formula
 and setting of each side are named. For two run folders, a table of the settings
 that differ and the metrics at the end follows.

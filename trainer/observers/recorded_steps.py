@@ -39,9 +39,9 @@ class RecordedSteps:
         """Begin the record with the weights of the beginning, as step 0."""
         self._settings = flat_config(self._config)
         self._recorder = Recorder(self._folder, "verl-like", self._settings)
-        trainer.groups["actor"].gradient_norms()
+        norms = norms_of(trainer)
         if trainer.global_step == 0:
-            self._recorder.step(0, weight_norms=weight_norms(trainer))
+            self._recorder.step(0, weight_norms=norms["weight_norms"])
 
     def on_update(self, trainer: Any, batch: DataProto) -> None:
         """Take the columns while the workers compute."""
@@ -51,11 +51,7 @@ class RecordedSteps:
         """Write the step, and delete the file of the oldest."""
         arrays, self._arrays = self._arrays, {}
         step, numbers = trainer.global_step, numbers_of(metrics, self._settings)
-        gradients = {
-            n: x for rank in trainer.groups["actor"].gradient_norms() for n, x in rank.items()
-        }
-        norms = {"grad_norms": gradients, "weight_norms": weight_norms(trainer)}
-        self._recorder.step(step, arrays, **numbers, **norms)
+        self._recorder.step(step, arrays, **numbers, **norms_of(trainer))
         if self._config.trainer.record != "all":
             oldest = step - int(self._config.trainer.record)
             (self._recorder.folder / f"{oldest}.safetensors").unlink(missing_ok=True)
@@ -91,7 +87,10 @@ def numbers_of(metrics: Mapping[str, float], config: Mapping[str, Any]) -> dict[
     return named
 
 
-def weight_norms(trainer: Any) -> dict[str, float]:
-    """Return the norm of every weight of the policy."""
-    norms: list[dict[str, float]] = trainer.groups["actor"].weight_norms()
-    return norms[0]
+def norms_of(trainer: Any) -> dict[str, dict[str, float]]:
+    """Return norms of the policy's weights, gradients and moments, by the weights' names."""
+    norms: dict[str, dict[str, float]] = {}
+    for of_rank in trainer.groups["actor"].norms():
+        for kind, numbers in of_rank.items():
+            norms.setdefault(kind, {}).update(numbers)
+    return norms

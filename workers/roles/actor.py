@@ -17,6 +17,7 @@ from workers.training.lm_head import TokenOutputs
 from workers.training.loss import lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
+from workers.training.optim import moment_norms, norms_by_name
 from workers.training.role_model import RoleModelSpec
 from workers.training.saves import CheckpointMixin
 from workers.training.update import update
@@ -176,18 +177,17 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             self.average.swap_out()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def weight_norms(self) -> dict[str, float]:
-        """Return the Euclidean norm of every weight, by its Hugging Face name."""
-        tensors = self.engine.named_full_tensors()
-        return {name: float(tensor.double().norm()) for name, tensor in tensors}
+    def norms(self) -> dict[str, dict[str, float]]:
+        """Return norms of weights, moments and the last step's gradients, by the weights' names.
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def gradient_norms(self) -> dict[str, float]:
-        """Return the norms of the last step's gradients before clipping, by the weights' names.
-
-        The norms are computed from the first call on, so it returns no norm.
+        Gradients are those before clipping. Their norms are computed from the first call on.
         """
-        norms, self.engine.gradient_norms = self.engine.gradient_norms or {}, {}
+        gradients, self.engine.gradient_norms = self.engine.gradient_norms or {}, {}
+        norms = {"grad_norms": gradients}
+        if self.engine.optimizer is not None:
+            norms |= moment_norms(self.engine.optimizer, self.engine.module)
+        tensors = self.engine.named_full_tensors()  # of large models, not all at once
+        norms["weight_norms"] = {n: norms_by_name([(n, x)])[n] for n, x in tensors}
         return norms
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

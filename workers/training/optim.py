@@ -319,12 +319,28 @@ def guarded_step(
     return size
 
 
-def norms_by_name(named: Iterable[tuple[str, Tensor | None]]) -> dict[str, float]:
-    """Return the Euclidean norm of every tensor, with one copy to the host."""
+def norms_by_name(named: Iterable[tuple[str, Tensor | None]], order: float = 2) -> dict[str, float]:
+    """Return the norm of every tensor, by default the Euclidean, with one copy to the host."""
     tensors = {name: tensor for name, tensor in named if tensor is not None}
-    norms = torch._foreach_norm([*tensors.values()], dtype=torch.float32) if tensors else []
+    norms = torch._foreach_norm([*tensors.values()], order, torch.float64) if tensors else []
     whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     return dict(zip(tensors, torch.stack(whole).tolist() if whole else [], strict=True))
+
+
+def moment_norms(
+    optimizer: torch.optim.Optimizer, module: nn.Module
+) -> dict[str, dict[str, float]]:
+    """Return the norms of Adam's moments of every weight, if the optimizer has them.
+
+    `exp_avg_sq_norms` are roots of sums, so after one step both are multiples of the gradient's.
+    """
+    states = [(name, optimizer.state.get(weight, {})) for name, weight in module.named_parameters()]
+    first = norms_by_name((name, state.get("exp_avg")) for name, state in states)
+    sums = norms_by_name(((name, state.get("exp_avg_sq")) for name, state in states), order=1)
+    return {
+        "exp_avg_norms": first,
+        "exp_avg_sq_norms": {name: math.sqrt(total) for name, total in sums.items()},
+    }
 
 
 def num_shards(tensor: Tensor) -> int:

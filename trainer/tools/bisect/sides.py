@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import yaml  # type: ignore[import-untyped]
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,8 +23,10 @@ from trainer.tools.bisect.adapters.verl import verl_arrays
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.files import json_objects
-from verl_like.record import STEPS, VERSION, RecordError, as_array
+from verl_like.record import STEPS, VERSION, RecordError, as_array, padded
 
+STAGES = yaml.safe_load(Path(__file__).with_name("stages.yaml").read_text(encoding="utf-8"))
+FIELDS = {name for stage in STAGES for name in stage["fields"]}
 Arrays = dict[str, np.ndarray]
 OURS, ACTOR = "verl-like", "actor_rollout_ref.actor"
 DUMPS: dict[str, tuple[str, Callable[[Path], Arrays], int]] = {
@@ -33,8 +35,13 @@ DUMPS: dict[str, tuple[str, Callable[[Path], Arrays], int]] = {
 }
 """Prefix of a side -> how its files `<number>.suffix` are read, and step minus number."""
 PREFIXES = ("trl", "tinker", *DUMPS)
+IDS = ("prompts", "responses")
 MAX_FILE = 4 << 30
 """Bytes of a file that is read."""
+DAMAGE = (
+    *(pickle.UnpicklingError, RuntimeError, EOFError, SafetensorError),
+    *(LookupError, TypeError, ValueError, AttributeError),
+)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Side:
 
     def setting(self, *keys: str) -> Any:
         """Return the value of the first of these keys that the run sets."""
-        values = [self.config[key] for key in keys if key in self.config]
+        values = [self.config.get(key) for key in keys]
         return next((value for value in values if value is not None), None)
 
     @property
@@ -61,20 +68,19 @@ class Side:
 
 def open_side(spec: str) -> Side:
     """Read `DIR`, `trl:DIR`, `verl:DIR`, `tinker:DIR` or `slime:DIR`."""
-    kind, colon, rest = spec.partition(":")
-    folder = Path(rest if colon and kind in PREFIXES else spec)
+    kind, _, rest = spec.partition(":")
+    folder = Path(rest if kind in PREFIXES and rest else spec)
     if not folder.exists():
         raise ConfigError(f"{folder} does not exist. Name a run folder, or a record's folder.")
     for candidate in (folder / RECORD, folder):
         if (candidate / STEPS).is_file():
             return recorded_side(spec, candidate)
-    if colon and kind in DUMPS:
+    if kind in DUMPS:
         suffix, read, offset = DUMPS[kind]
-        paths = [path for path in folder.glob(f"*{suffix}") if path.stem.isdecimal()]
-        steps = {int(path.stem) + offset: path for path in paths}
-        if steps:
-            load = partial(read_dump, kind, steps, read)
-            return Side(spec, kind, {}, {step: {} for step in steps}, load)
+        paths = {int(path.stem) + offset: path for path in folder.glob(f"[0-9]*{suffix}")}
+        if paths:
+            load = lambda step: read_file(paths[step], read)  # noqa: E731
+            return Side(spec, kind, {}, {step: {} for step in paths}, load)
     if (folder / CONFIG_FILE).is_file():
         return side_of_batches(spec, folder)
     raise ConfigError(
@@ -83,49 +89,17 @@ def open_side(spec: str) -> Side:
     )
 
 
-def read_dump(
-    kind: str, paths: Mapping[int, Path], read: Callable[[Path], Arrays], step: int
-) -> Arrays:
-    """Return the arrays of a step of another framework's dump."""
-    try:
-        return read(check_size(paths[step]))
-    except (pickle.UnpicklingError, RuntimeError, EOFError, *DAMAGE) as error:
-        raise RecordError(f"{paths[step]} is not a dump of {kind}'s samples: {error!r}") from error
-
-
-DAMAGE = (LookupError, TypeError, ValueError, AttributeError)
-
-
 def recorded_side(spec: str, folder: Path) -> Side:
     """Return the side of a record."""
     head, *lines = json_objects(check_size(folder / STEPS))[0] or [{}]
     config, versions = head.get("config", {}), head.get("versions", {})
     if head.get("record") != VERSION or not isinstance(config, dict):
         raise RecordError(f'{folder / STEPS}: its first line must have "record": {VERSION}.')
-    for name, version in versions.items() if isinstance(versions, dict) else ():
-        config[f"version of {name}"] = version
+    if isinstance(versions, dict):
+        config |= {f"version of {name}": version for name, version in versions.items()}
     steps = {line["step"]: line for line in lines if type(line.get("step")) is int}
     framework = str(head.get("framework", ""))
     return Side(spec, framework, config, steps, lambda step: read_arrays(folder, step))
-
-
-def check_size(path: Path) -> Path:
-    """Return the path of a file that may be read; raise if it is too large."""
-    if path.stat().st_size > MAX_FILE:
-        raise RecordError(f"{path} has more than {MAX_FILE} bytes.")
-    return path
-
-
-def read_arrays(folder: Path, step: int) -> Arrays:
-    """Return the arrays of a recorded step; nothing in the file is executed."""
-    path = folder / f"{step}.safetensors"
-    if not path.is_file():
-        return {}
-    try:
-        tensors = load_file(check_size(path))
-    except (SafetensorError, ValueError) as error:
-        raise RecordError(f"{path} is not a safetensors file of a record: {error}.") from error
-    return {name: as_array(tensor) for name, tensor in tensors.items()}
 
 
 def side_of_batches(spec: str, folder: Path) -> Side:
@@ -142,85 +116,116 @@ def side_of_batches(spec: str, folder: Path) -> Side:
     return Side(spec, OURS, dict(config), steps, load)
 
 
+def check_size(path: Path) -> Path:
+    """Return the path of a file that may be read; raise if it is too large."""
+    if path.stat().st_size > MAX_FILE:
+        raise RecordError(f"{path} has more than {MAX_FILE} bytes.")
+    return path
+
+
+def read_file(path: Path, read: Callable[[Path], Mapping[str, Any]]) -> Arrays:
+    """Return the arrays in a file; nothing in it is executed."""
+    try:
+        return {name: as_array(array) for name, array in read(check_size(path)).items()}
+    except DAMAGE as error:
+        raise RecordError(f"{path} has no samples that bisect can read: {error!r}") from error
+
+
+def read_arrays(folder: Path, step: int) -> Arrays:
+    """Return the arrays of a recorded step; a step may have none."""
+    path = folder / f"{step}.safetensors"
+    return read_file(path, load_file) if path.is_file() else {}
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The arrays and numbers of one step of one side, in a common form."""
+    """The fields of one step of one side, in a common form.
+
+    Ids are [rows, tokens] and end with -1. Numbers of tokens are [rows, tokens], and zero after
+    each response. Numbers of the whole step are [names].
+    """
 
     side: Side
     number: int
     arrays: Arrays
-    numbers: Mapping[str, Any]
+    lengths: np.ndarray
+    """[rows]: the number of tokens of each response."""
+    names: Mapping[str, list[str]] = field(default_factory=dict)
+    """Field of the whole step -> the names of its numbers."""
 
     @classmethod
     def of(cls, side: Side, number: int) -> Step:
-        """Read a step; its `scores` and `response_lengths` are computed if it lacks them."""
-        arrays = dict(side.load(number))
-        check_shapes(side, number, arrays)
+        """Read a step; compute its scores and lengths if it lacks them."""
+        arrays, names = dict(side.load(number)), {}
+        width, lengths = check_shapes(side, number, arrays)
+        inside = np.arange(width) < lengths[:, None]
         if "token_level_scores" in arrays:
             arrays["scores"] = arrays["token_level_scores"].sum(-1)
         if "token_level_rewards" in arrays:
             arrays["rewards"] = arrays["token_level_rewards"]
-        if "response_lengths" not in arrays and "response_mask" in arrays:
-            mask = arrays["response_mask"] != 0
-            lengths = mask.shape[1] - np.argmax(mask[:, ::-1], axis=1)
-            arrays["response_lengths"] = np.where(mask.any(1), lengths, 0)
-        return cls(side, number, arrays, side.steps[number])
+        prompts = arrays.get("prompts", np.zeros((0, 0)))
+        of_prompts = arrays.pop("prompt_mask", np.ones_like(prompts)) != 0
+        for name, array in arrays.items():
+            if name == "prompts":
+                rows = [row[mask] for row, mask in zip(array, of_prompts, strict=True)]
+                arrays[name] = padded(rows, fill=-1)
+            elif name in ("advantages", "returns") and array.ndim == 1:
+                arrays[name] = np.where(inside, array[:, None], 0)
+            elif array.ndim == 2:
+                arrays[name] = np.where(inside, array, -1 if name in IDS else 0)
+        for name in FIELDS & side.steps[number].keys():
+            value = side.steps[number][name]
+            numbers = value if isinstance(value, dict) else {"": value}
+            if any(not isinstance(x, int | float) for x in numbers.values()):
+                raise ConfigError(f"{side.name}, step {number}: {name}={value!r} is no number.")
+            arrays[name], names[name] = np.array([*numbers.values()], dtype=float), [*numbers]
+        return cls(side, number, arrays, lengths, names)
 
-    def tensor(self, name: str) -> Tensor | None:
-        array = self.arrays.get(name)
-        return None if array is None else torch.from_numpy(np.array(array, dtype=np.float32))
-
-    def log_probs(self, *names: str) -> Tensor | None:
-        """Return the first of these log-probs that is recorded, or the sampler's."""
-        known = (self.tensor(name) for name in (*names, "rollout_log_probs"))
-        return next((tensor for tensor in known if tensor is not None), None)
+    def tensor(self, *names: str, default: Tensor | None = None) -> Tensor:
+        """Return the first of these fields that is recorded; raise LookupError if none is."""
+        for name in names:
+            if name in self.arrays:
+                return torch.from_numpy(self.arrays[name].astype(np.float32))
+        if default is None:
+            raise LookupError(f"{self.side.name}: step {self.number} has no {' or '.join(names)}")
+        return default
 
     @property
-    def mask(self) -> Tensor | None:
-        mask = self.tensor("response_mask")
-        return None if mask is None else mask.bool()
+    def mask(self) -> Tensor:
+        return self.tensor("response_mask").bool()
 
     @property
     def num_updates(self) -> int:
         """The number of optimizer steps; 1 if it is unknown."""
         if (mini := self.arrays.get("mini_batch")) is not None:
             return len(np.unique(mini))
-        config, rows = self.side.config, len(self.arrays.get("responses", ()))
+        rows, config = len(self.lengths), self.side.config
         per_update = config.get(f"{ACTOR}.ppo_mini_batch_size") or rows
         per_update *= config.get("actor_rollout_ref.rollout.n") or 1
         return int(max(rows // max(per_update, 1), 1) * config.get(f"{ACTOR}.ppo_epochs", 1))
 
     def ids(self, name: str) -> list[np.ndarray]:
-        """Return the tokens of each row's prompt or response, without padding; [] if unknown."""
-        tokens = self.arrays.get(name, np.zeros((0, 0)))
-        mask = np.arange(tokens.shape[1]) < self.lengths(tokens)[:, None]
-        if name == "prompts":
-            mask = self.arrays.get("prompt_mask", np.ones_like(tokens)) != 0
-        return [row[inside] for row, inside in zip(tokens, mask, strict=True)]
-
-    def lengths(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the length of each response; the whole width if it is unknown."""
-        return self.arrays.get("response_lengths", np.full(len(tokens), tokens.shape[-1]))
-
-    def on_tokens(self, array: np.ndarray, width: int) -> np.ndarray:
-        """Return [rows, width], zero after each response; [rows] is copied to the tokens."""
-        wide = np.zeros((len(array), width))
-        wide[:, : array.shape[-1] if array.ndim == 2 else width] = array.reshape(len(array), -1)
-        return np.where(np.arange(width) < self.lengths(wide)[:, None], wide, 0.0)
+        """Return the tokens of each row's prompt or response; [] if unknown."""
+        return [row[row >= 0] for row in self.arrays.get(name, ())]
 
     def in_order(self, order: np.ndarray) -> Step:
-        arrays = {name: array[order] for name, array in self.arrays.items()}
-        return Step(self.side, self.number, arrays, self.numbers)
+        """Return the step with its rows in another order."""
+        arrays = {n: x if n in self.names else x[order] for n, x in self.arrays.items()}
+        return Step(self.side, self.number, arrays, self.lengths[order], self.names)
 
 
-def check_shapes(side: Side, number: int, arrays: Arrays) -> None:
-    """Reject arrays whose numbers of rows or tokens do not fit each other."""
+def check_shapes(side: Side, number: int, arrays: Arrays) -> tuple[int, np.ndarray]:
+    """Return the width and the lengths of responses; reject arrays of different sizes."""
     of_tokens = [x for n, x in arrays.items() if x.ndim == 2 and not n.startswith("prompt")]
-    wanted = (*of_tokens, *arrays.values())[0].shape if arrays else ()
+    shape = (*of_tokens, *arrays.values(), np.zeros(0))[0].shape
     for name, array in arrays.items():
         dims = 1 if name.startswith("prompt") else 2
-        if array.ndim not in (1, 2) or array.shape[:dims] != wanted[: min(array.ndim, dims)]:
+        if array.ndim not in (1, 2) or array.shape[:dims] != shape[: min(array.ndim, dims)]:
             raise ConfigError(
                 f"{side.name}, step {number}: {name} has shape {array.shape}, but other arrays "
-                f"have the shape {wanted} (rows, tokens). All arrays of a step have the same rows."
+                f"have the shape {shape} (rows, tokens). All arrays of a step have the same rows."
             )
+    width = of_tokens[0].shape[1] if of_tokens else 1
+    mask = arrays.get("response_mask", np.ones((shape[0], width))) != 0
+    last = np.where(mask.any(1), mask.shape[1] - np.argmax(mask[:, ::-1], axis=1), 0)
+    return width, arrays.get("response_lengths", last)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml  # type: ignore[import-untyped]
 
 from trainer.config.flat import NAMES_OF_A_RUN
-from trainer.tools.bisect.probes import formulas_differ
-from trainer.tools.bisect.sides import OURS, Side, Step
-from verl_like.errors import ConfigError
-from verl_like.record import padded
+from trainer.tools.bisect.probes import formulas_of
+from trainer.tools.bisect.sides import IDS, OURS, STAGES, Side, Step
 
 
 class Field(NamedTuple):
@@ -26,7 +22,6 @@ class Field(NamedTuple):
     relative: float
 
 
-STAGES = yaml.safe_load(Path(__file__).with_name("stages.yaml").read_text(encoding="utf-8"))
 FIELDS = [
     Field(stage["stage"], name, *stage.get("rounding", (0.0, 0.0)))
     for stage in STAGES
@@ -36,7 +31,7 @@ FIELDS = [
 AFTER_RATE = ("loss", "gradients", "optimizer")
 FIELDS_OF_UPDATES = sorted(FIELDS, key=lambda item: item.stage in AFTER_RATE)
 """The order if a step has several updates: the learning rate acts on the loss of the second."""
-OF_FORMULAS = ("advantages", "loss", "learning rate")
+OF_FORMULAS = ("advantages", "loss", "learning rate", "optimizer")
 """Stages that are compared where two frameworks have drawn different samples."""
 COSMETIC = {
     *NAMES_OF_A_RUN,
@@ -88,7 +83,7 @@ def walk(
     """Return the first difference, and the steps in which it is.
 
     Two frameworks draw different samples. Of these, the learning rates and the formulas of
-    advantages and loss are compared.
+    advantages, loss and optimizer are compared.
     """
     common = sorted(a.steps.keys() & b.steps.keys())
     finding = Finding(settings=different_settings(a, b), steps=len(common))
@@ -96,22 +91,22 @@ def walk(
     for number in common:
         progress(f"step {number} of {common[-1]}")
         for difference, pair in differences(Step.of(a, number), Step.of(b, number), finding):
-            found = replace(finding, verdict="differs", step=number, **difference)
-            if by_chance is None:
-                if found.stage not in ("prompts", "samples") or a.framework == b.framework:
-                    return found, pair
-                by_chance = found, pair
-            elif found.stage in OF_FORMULAS:
-                if found.name == "lr" or formulas_differ(found.name, pair):
-                    return found, pair
+            result = replace(finding, verdict="differs", step=number, **difference), pair
+            stage, name = difference["stage"], difference["name"]
+            is_formula = name == "lr" or stage in OF_FORMULAS and all(formulas_of(name, pair))
+            may_be_chance = a.framework != b.framework and stage in ("prompts", "samples")
+            if is_formula if by_chance else not may_be_chance:
+                return result
+            by_chance = by_chance or result
     if by_chance is not None:
         note = "two frameworks draw different samples; no formula differs in what they record"
         finding.notes.append(note)
         return by_chance
     if not finding.compared:
-        have = [", ".join(sorted(fields_of(side))) or "nothing" for side in (a, b)]
-        reason = f"{len(common)} common steps and no common field: A has {have[0]}; B has {have[1]}"
-        return replace(finding, verdict="cannot tell", reason=reason), None
+        fields = [", ".join(fields_of(side)) or "nothing" for side in (a, b)]
+        finding.verdict = "cannot tell"
+        finding.reason = f"{len(common)} common steps and no common field: "
+        finding.reason += f"A has {fields[0]}; B has {fields[1]}"
     return finding, None
 
 
@@ -129,8 +124,7 @@ def differences(a: Step, b: Step, finding: Finding) -> Iterator[tuple[dict[str, 
             continue
         if item.name not in finding.compared:
             finding.compared.append(item.name)
-        difference = first_difference(item, *values)
-        if difference is not None:
+        if difference := first_difference(item, *values):
             stage = "model" if item.stage == "optimizer" and a.number == 0 else item.stage
             if moved and stage in ("prompts", "samples"):
                 stage = "order"
@@ -138,38 +132,22 @@ def differences(a: Step, b: Step, finding: Finding) -> Iterator[tuple[dict[str, 
 
 
 def pair_of(name: str, a: Step, b: Step) -> tuple[np.ndarray, np.ndarray, list[str]] | None:
-    """Return both sides' numbers in one form, and their names; None if a side lacks the field.
-
-    Numbers of tokens are [rows, tokens], of rows [rows], and of a step [names]. Ids end with -1.
-    """
-    sides = a, b
-    if name in ("prompts", "responses"):
-        ids = a.ids(name), b.ids(name)
-        if not ids[0] or not ids[1]:
-            return None
-        width = max(len(row) for rows in ids for row in rows)
-        x, y = (padded(rows, width, fill=-1) for rows in ids)
-        return x, y, []
-    if all(name in step.arrays for step in sides):
-        x, y = (step.arrays[name] for step in sides)
-        if name == "rewards" and x.ndim != y.ndim:
-            x, y = (z if z.ndim == 1 else z.sum(1) for z in (x, y))
-        if x.ndim == y.ndim == 1:
-            return x.astype(float), y.astype(float), []
-        width = max(z.shape[1] for z in (x, y) if z.ndim == 2)
-        return a.on_tokens(x, width), b.on_tokens(y, width), []
-    if name == "grad_norms" and a.side.framework != b.side.framework:  # one may be clipped
+    """Return both sides' numbers in one form, and their names; None if a side lacks the field."""
+    clipped = name == "grad_norms" and a.side.framework != b.side.framework  # perhaps in one side
+    if clipped or not all(name in step.arrays for step in (a, b)):
         return None
-    if all(name in step.numbers for step in sides):
-        named = [step.numbers[name] for step in sides]
-        named = [numbers if isinstance(numbers, dict) else {"": numbers} for numbers in named]
+    x, y = (step.arrays[name].astype(float) for step in (a, b))
+    if name in a.names:
+        named = [dict(zip(s.names[name], z, strict=True)) for s, z in ((a, x), (b, y))]
         names = sorted(named[0].keys() & named[1].keys())
-        for value in [numbers[n] for numbers in named for n in names]:
-            if not isinstance(value, int | float):
-                raise ConfigError(f"{name} of step {a.number}: {value!r} is not a number.")
-        x, y = (np.array([numbers[n] for n in names], dtype=float) for numbers in named)
+        x, y = (np.array([numbers[n] for n in names]) for numbers in named)
         return x, y, names
-    return None
+    if x.ndim != y.ndim:
+        x, y = (z if z.ndim == 1 else z.sum(1) for z in (x, y))
+    elif x.ndim == 2:
+        fill, width = -1 if name in IDS else 0, max(x.shape[1], y.shape[1])
+        x, y = (np.pad(z, ((0, 0), (0, width - z.shape[1])), constant_values=fill) for z in (x, y))
+    return x, y, []
 
 
 def first_difference(
@@ -187,18 +165,16 @@ def first_difference(
     if not wrong.any():
         return None
     where = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
-    first, other = x[where].item(), y[where].item()
-    if item.name in ("prompts", "responses"):
-        gaps, values = {}, {"a": first, "b": other}
-        values = {side: "end" if value < 0 else value for side, value in values.items()}
+    values: dict[str, Any] = {"a": x[where].item(), "b": y[where].item()}
+    if item.name in IDS:
+        values = {side: "end" if x < 0 else int(x) for side, x in values.items()}
     else:
-        values = {"a": first, "b": other}
-        gaps = {"difference": float(gap[where]), "allowed": float(allowed[where])}
+        values |= {"difference": float(gap[where]), "allowed": float(allowed[where])}
     if names:
-        return {"place": names[int(where[0])], **values, **gaps}
-    rows = wrong.reshape(len(x), -1).any(1)
-    counts = {"row": int(where[0]), "num_rows": len(x), "num_differing": int(rows.sum())}
-    return {"place": f"token {where[1]}" if x.ndim == 2 else "", **values, **gaps, **counts}
+        return values | {"place": names[int(where[0])]}
+    num_differing = int(wrong.reshape(len(x), -1).any(1).sum())
+    values |= {"row": int(where[0]), "num_rows": len(x), "num_differing": num_differing}
+    return values | ({"place": f"token {where[1]}"} if x.ndim == 2 else {})
 
 
 def is_rounded(x: np.ndarray) -> bool:
@@ -213,13 +189,12 @@ def same_rows(a: Step, b: Step) -> np.ndarray | None:
         [tuple(map(bytes, row)) for row in zip(s.ids("prompts"), s.ids("responses"), strict=False)]
         for s in (a, b)
     ]
-    if not keys[0] or len(keys[0]) != len(keys[1]):
+    if not keys[0] or sorted(keys[0]) != sorted(keys[1]):
         return None
     places: dict[Any, list[int]] = {}
     for row, key in enumerate(keys[1]):
         places.setdefault(key, []).append(row)
-    order = [places[key].pop(0) if places.get(key) else -1 for key in keys[0]]
-    return None if -1 in order else np.array(order)
+    return np.array([places[key].pop(0) for key in keys[0]])
 
 
 def only_balanced(a: Step, b: Step, order: np.ndarray) -> bool:
@@ -230,21 +205,49 @@ def only_balanced(a: Step, b: Step, order: np.ndarray) -> bool:
     return a.side.framework == OURS and np.array_equal(order % count, np.arange(len(order)) % count)
 
 
-def fields_of(side: Side) -> set[str]:
+def fields_of(side: Side) -> list[str]:
     """Return the fields of the side's first steps."""
-    fields: set[str] = set()
-    for number in sorted(side.steps)[:2]:
-        fields |= {*side.load(number), *side.steps[number]} - {"step"}
-    return fields
+    steps = [Step.of(side, number) for number in sorted(side.steps)[:2]]
+    return sorted({name for step in steps for name in step.arrays} - {"step"})
 
 
 def different_settings(a: Side, b: Side) -> dict[str, list[Any]]:
-    """Return the keys with different values, for two runs of one framework."""
-    if a.framework != b.framework:
+    """Return the keys with different values; of two frameworks, those that have a common meaning.
+
+    A key that a side does not set is None, and another framework's is then not compared.
+    """
+    models = [model_config(side) for side in (a, b) if side.model_path]
+    if a.framework == b.framework:
+        keys = {key: [key] for key in sorted((a.config.keys() | b.config.keys()) - COSMETIC)}
+    else:
+        rows = [row.split() for stage in STAGES for row in stage["settings"]]
+        keys = {names[0]: names for names in rows}
+    pairs = {key: [side.setting(*names) for side in (a, b)] for key, names in keys.items()}
+    for key, pair in [*pairs.items()]:
+        if None in pair and (a.framework != b.framework or key.startswith("version of ")):
+            del pairs[key]
+    common = sorted(set.intersection(*map(set, models))) if len(models) == 2 else []
+    pairs |= {f"model's {key}": [model[key] for model in models] for key in common}
+    return {key: pair for key, pair in pairs.items() if not same(*pair)}
+
+
+def model_config(side: Side) -> dict[str, Any]:
+    """Return the configuration of the side's model, if it is here."""
+    from transformers import PretrainedConfig
+
+    try:
+        config, _ = PretrainedConfig.get_config_dict(side.model_path, local_files_only=True)
+    except (OSError, ValueError):
         return {}
-    keys = sorted((a.config.keys() | b.config.keys()) - COSMETIC)
-    pairs = {key: [a.config.get(key), b.config.get(key)] for key in keys}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    return {key: x for key, x in config.items() if key not in ("_name_or_path", "dtype")}
+
+
+def same(x: Any, y: Any) -> bool:
+    """Return whether two settings are equal; numbers may be text."""
+    try:
+        return bool(np.isclose(float(x), float(y), rtol=1e-6, atol=0))
+    except (TypeError, ValueError):
+        return str(x).lower() == str(y).lower()
 
 
 def decoded(steps: Pair, row: int | None, tokenizer: Any) -> list[str]:

@@ -7,7 +7,7 @@ sampled, and it is in no mask and no denominator of the update. Its place in its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -119,12 +119,7 @@ class Blame:
             write_columns(scored, **{OLD: read_column(log_probs, OLD)})
         numbers = batch_numbers(scored)
         watched = [] if self.metric else [name for name in WATCHED if name in numbers]
-        without: dict[str, list[float]] = {name: [] for name in {*watched, self.name} & {*numbers}}
-        rows = torch.arange(len(batch))
-        for row in rows.tolist() if without else ():
-            of_others = batch_numbers(scored[rows != row])
-            for name, values in without.items():
-                values.append(of_others[name])
+        without = without_each(scored, {*watched, self.name} & numbers.keys(), numbers)
         most_of = [""] * len(batch)
         for name in watched:
             for row, value in enumerate(without[name]):
@@ -184,6 +179,36 @@ def batch_numbers(batch: DataProto) -> dict[str, float]:
     if {"rollout_log_probs", OLD} <= batch.columns.keys():
         numbers |= mismatch_metrics(batch)
     return numbers
+
+
+def without_each(
+    batch: DataProto, names: Collection[str], numbers: Mapping[str, float]
+) -> dict[str, list[float]]:
+    """Return metrics of the samples without each of them; `numbers` has those of all samples.
+
+    A mean over samples or tokens follows from each sample's. Another metric is computed again.
+    """
+    rows, without = torch.arange(len(batch)), {}
+    alone = [batch_numbers(batch[[row]]) for row in rows.tolist()] if names else []
+    lengths = (read_column(batch, "response_mask") != 0).sum(1).double().numpy()
+    for name in names:
+        values = np.array([row.get(name, math.nan) for row in alone])
+        for weights in (lengths, np.sign(lengths)):
+            sums, mean = others(values * weights), (values * weights).sum() / weights.sum()
+            if np.isclose(mean, numbers[name], equal_nan=True):
+                without[name] = [*sums / np.maximum(others(weights), 1)]
+                break
+        else:
+            without[name] = [batch_numbers(batch[rows != row])[name] for row in rows]
+    return without
+
+
+def others(numbers: np.ndarray) -> np.ndarray:
+    """Return the sum of all other numbers, for each of them; not finite numbers do not spread."""
+    before = np.concatenate([[0.0], np.cumsum(numbers)[:-1]])
+    after = np.concatenate([[0.0], np.cumsum(numbers[::-1])[:-1]])[::-1]
+    total: np.ndarray = before + after
+    return total
 
 
 def log_prob_change(batch: DataProto, log_probs: DataProto) -> str:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -49,6 +51,14 @@ class Pair(NamedTuple):
 
 ALGORITHM, ACTOR, ROLLOUT = "algorithm", "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 TWO_UPDATES = {f"{ACTOR}.ppo_mini_batch_size": 2}
+PLANTED = "tests.trainer.tools.bisect.planted"
+
+
+def planted(name: str) -> dict[str, str]:
+    return {"trainer.cls": f"{PLANTED}.{name}"}
+
+
+CUT_PROMPTS = {"data.truncation": "left", "data.max_prompt_length": 6}
 OURS = (
     Pair("ours", {f"{ALGORITHM}.norm_adv_by_std_in_grpo": False}, "advantages", "norm_adv_by_std"),
     Pair("ours", {f"{ALGORITHM}.adv_estimator": "rloo"}, "advantages", "rloo"),
@@ -71,6 +81,16 @@ OURS = (
     Pair("ours", {"data.shuffle": False}, "prompts", "data.shuffle"),
     Pair("ours", {f"{ROLLOUT}.temperature": 0.5}, "samples", "temperature"),
     Pair("ours", {"data.max_response_length": 3}, "samples", "max_response_length"),
+    Pair("ours", planted("EndTokenCut"), "mask", "end token"),
+    Pair("ours", {"data.truncation": "right"}, "prompts", "truncation", CUT_PROMPTS),
+    Pair("ours", planted("LogProbsWithoutTemperature"), "log-probs", "temperature=1.0", {
+        f"{ROLLOUT}.temperature": 0.7, **TWO_UPDATES}),
+    Pair("ours", planted("ShiftedLogProbs"), "log-probs", "one token later", TWO_UPDATES),
+    Pair("ours", planted("StaleWeights"), "samples", "stale", {f"{ACTOR}.optim.lr": 1e-2}),
+    Pair("ours", planted("EqualSeeds"), "samples", "seed"),
+    Pair("ours", planted("RepeatedPrompts"), "prompts", "repeats 1 step"),
+    Pair("ours", {"actor_rollout_ref.model.compute_dtype": "bfloat16"}, "log-probs", "bfloat16", {
+        f"{ROLLOUT}.dtype": "float32", **TWO_UPDATES}),
     *(Pair("ours", changes) for changes in (
         {},
         {"trainer.n_gpus_per_node": 2},
@@ -94,6 +114,10 @@ VERL = (
     Pair("verl", {"clip_ratio_low": (0.1, 0.2)}, "loss", "clip_ratio_low=0.1"),
     Pair("verl", {"kl_loss_type": ("kl", "low_var_kl")}, "loss", "kl_loss_type=kl"),
     Pair("verl", {"micro_batch": (6, 24)}, "loss", "micro-batch of 6"),
+    Pair("verl", {"clip_ratio_c": (1.2, 3.0)}, "loss", "clip_ratio_c=1.2"),
+    Pair("verl", {"policy_loss": ("gspo", "vanilla")}, "loss", "gspo"),
+    Pair("verl", {"kl_in_reward": (0.05, 0.0)}, "rewards", "kl_coef=0.05"),
+    Pair("verl", {"overlong": (1.0, 0.0)}, "rewards", "per token of the response"),
     *(Pair("verl", changes) for changes in (
         {},
         {"norm_adv_by_std_in_grpo": (False, False)},
@@ -102,6 +126,8 @@ VERL = (
         {"loss_agg_mode": ("seq-mean-token-mean", "seq-mean-token-mean")},
         {"kl_loss_type": ("kl", "kl")},
         {"clip_ratio_high": (0.28, 0.28)},
+        {"clip_ratio_c": (1.2, 1.2)},
+        {"kl_in_reward": (0.05, 0.05)},
     )),
 )  # fmt: skip
 TRL = (
@@ -113,6 +139,12 @@ TRL = (
     Pair("trl", {"beta": (0.1, 0.0)}, "loss", "kl_loss_coef=0.1"),
     Pair("trl", {"learning_rate": (1e-3, 2e-3)}, "learning rate", "optim.lr"),
     Pair("trl", {"lr_scheduler_type": ("linear", "constant")}, "learning rate", "decays"),
+    Pair("trl", {"lr_scheduler_type": ("linear", "late")}, "learning rate", "one step late"),
+    Pair("trl both", {"reward_weights": ([0.5], [1.0])}, "scores", "reward_weights"),
+    Pair("trl both", {"mask_truncated_completions": (True, False)}, "mask", "truncated rows"),
+    Pair("trl both", {"attention_dropout": (0.5, 0.0)}, "samples", "attention_dropout"),
+    Pair("trl both", {"completion_only_loss": (True, False), "trainer": ("SFT", "SFT")}, "loss",
+         "completion_only_loss"),
     *(Pair("trl", changes) for changes in (
         {},
         {"scale_rewards": ("none", False)},
@@ -121,6 +153,7 @@ TRL = (
         {"beta": (0.1, 0.1)},
         {"num_generations": (2, 2)},
     )),
+    Pair("trl both", {"mask_truncated_completions": (True, True)}),
 )  # fmt: skip
 PAIRS = (*OURS, *VERL, *TRL)
 
@@ -138,7 +171,7 @@ class Sides:
     def __init__(self, folder: Path, tiny: Path | None = None) -> None:
         self.folder = folder
         self.tiny = make_tiny.make(folder / "tiny") if tiny is None else tiny
-        self.made: dict[str, str] = {}
+        self.sides: dict[str, str] = {}
 
     def of(self, pair: Pair) -> tuple[str, str]:
         """Return the two arguments of `bisect`."""
@@ -148,12 +181,14 @@ class Sides:
         if pair.system == "verl":
             return self.formulas("verl", settings[0]), self.formulas("verl-like", settings[1])
         theirs = self.trl(settings[0])
+        if pair.system == "trl both":
+            return theirs, self.trl(settings[1])
         return theirs, self.ours_of(theirs.removeprefix("trl:"), settings[1])
 
     def once(self, name: str, make: Callable[[Path], str]) -> str:
-        if name not in self.made:
-            self.made[name] = make(self.folder / f"side{len(self.made)}")
-        return self.made[name]
+        if name not in self.sides:
+            self.sides[name] = make(self.folder / f"side{len(self.sides)}")
+        return self.sides[name]
 
     def ours(self, changes: Mapping[str, Any]) -> str:
         """Return a run of ours with these settings; an equal one is made again."""
@@ -166,7 +201,16 @@ class Sides:
             return str(folder)
 
         name = f"ours {dict(changes)}"
-        return self.once(f"{name} again" if name in self.made and not changes else name, make)
+        return self.once(f"{name} again" if name in self.sides and not changes else name, make)
+
+    def with_dropout(self, folder: Path, dropout: float) -> Path:
+        """Return a copy of the model whose attention has dropout in training."""
+        copy = folder.with_name(f"{folder.name}_model")
+        shutil.copytree(self.tiny / "model", copy)
+        config = json.loads((copy / "config.json").read_text())
+        text = json.dumps(config | {"attention_dropout": dropout})
+        (copy / "config.json").write_text(text)
+        return copy
 
     def formulas(self, system: str, settings: Mapping[str, Any]) -> str:
         """Return a record of three steps that a framework's own functions compute."""
@@ -185,16 +229,20 @@ class Sides:
         def make(folder: Path) -> str:
             from tests.trainer.tools.bisect.test_trl import record
 
-            arguments = {name: x for name, x in settings.items() if name != "epsilon"}
-            record("GRPO", self.tiny / "model", folder, **{"max_steps": 3, **arguments})
+            arguments = {"max_steps": 3, **settings}
+            arguments.pop("epsilon", None)
+            model = self.tiny / "model"
+            if (dropout := arguments.pop("attention_dropout", None)) is not None:
+                model = self.with_dropout(folder, dropout)
+            record(arguments.pop("trainer", "GRPO"), model, folder, **arguments)
             return f"trl:{folder / 'record'}"
 
         return self.once(f"trl {dict(settings)}", make)
 
     def ours_of(self, theirs: str, settings: Mapping[str, Any]) -> str:
         """Return a record of our formulas on the samples of TRL's record."""
-        folder = self.folder / f"side{len(self.made)}"
-        self.made[str(folder)] = str(folder)
+        folder = self.folder / f"side{len(self.sides)}"
+        self.sides[str(folder)] = str(folder)
         loss_type = settings.get("loss_type", "token-mean")
         beta, lr = settings.get("beta", 0.0), settings.get("learning_rate", 1e-3)
         keys = {f"{ACTOR}.optim.lr": lr, f"{ACTOR}.loss_agg_mode": loss_type}
@@ -214,6 +262,8 @@ class Sides:
             if beta:
                 pair = (torch.tensor(arrays[name]) for name in ("log_probs", "ref_log_prob"))
                 loss += beta * agg_loss(kl_penalty(*pair, "low_var_kl"), mask, loss_type)
+            if settings.get("lr_scheduler_type") == "late":
+                lr = side.steps[max(number - 1, 1)]["lr"]
             recorder.step(number, arrays | {"advantages": advantages}, loss=float(loss), lr=lr)
         return str(folder)
 
@@ -247,6 +297,12 @@ def computed(system: str, arrays: dict[str, Any], settings: Mapping[str, Any]) -
     mask, rows = tensors["response_mask"].float(), len(arrays["scores"])
     rewards = torch.zeros_like(mask)
     rewards[torch.arange(rows), tensors["response_lengths"] - 1] = tensors["scores"]
+    if factor := chosen.get("overlong"):  # verl/workers/reward_manager/dapo.py
+        exceeding = (tensors["response_lengths"] - (mask.shape[1] - 3)).clamp(min=0)
+        rewards[torch.arange(rows), tensors["response_lengths"] - 1] -= exceeding / 3 * factor
+    if coefficient := chosen.get("kl_in_reward"):
+        pair = tensors["old_log_probs"], tensors["ref_log_prob"]
+        rewards -= coefficient * penalized(system, *pair, "low_var_kl") * mask
     inputs = {"token_level_rewards": rewards, "response_mask": mask, "index": arrays["group"]}
     inputs |= {"values": tensors["values"], "gamma": 1.0, "lam": 1.0}
     inputs |= {n: chosen[n] for n in ("gamma", "lam", "norm_adv_by_std_in_grpo") if n in chosen}
@@ -283,25 +339,36 @@ def estimated(system: str, name: str, inputs: dict[str, Any]) -> torch.Tensor:
     return advantages
 
 
+def penalized(system: str, policy: Any, reference: Any, kind: str) -> Any:
+    """Return a framework's estimate of the KL."""
+    if system == "verl":
+        from verl.trainer.ppo import core_algos
+
+        return core_algos.kl_penalty(policy, reference, kind)
+    return kl_penalty(policy, reference, kind)
+
+
 def lossed(
     system: str, old: Any, new: Any, ref: Any, advantages: Any, mask: Any, chosen: Mapping[str, Any]
 ) -> tuple[Any, Any]:
     """Return the policy loss and the KL of some rows."""
     clips = {n: chosen.get(n, 0.2) for n in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")}
+    clips["clip_ratio_c"] = chosen.get("clip_ratio_c", 3.0)
     mode, kind = chosen["loss_agg_mode"], chosen["kl_loss_type"]
+    name = chosen.get("policy_loss", "vanilla")
     if system == "verl":
         from verl.trainer.ppo import core_algos
         from verl.workers.config import ActorConfig as VerlActorConfig
 
         config = VerlActorConfig(strategy="fsdp", rollout_n=4, use_dynamic_bsz=True, **clips)
-        loss, _ = core_algos.compute_policy_loss_vanilla(old, new, advantages, mask, mode, config)
-        kl = core_algos.agg_loss(core_algos.kl_penalty(new, ref, kind), mask, mode)
-        return loss, kl
+        function = core_algos.get_policy_loss_fn(name)
+        loss, _ = function(old, new, advantages, mask, mode, config)
+        return loss, core_algos.agg_loss(penalized(system, new, ref, kind), mask, mode)
     ours = ActorConfig()
-    for name, value in clips.items():
-        setattr(ours, name, value)
-    loss, _ = get_policy_loss("vanilla")(old, new, advantages, mask.bool(), mode, config=ours)
-    return loss, agg_loss(kl_penalty(new, ref, kind), mask, mode)
+    for key, value in clips.items():
+        setattr(ours, key, value)
+    loss, _ = get_policy_loss(name)(old, new, advantages, mask.bool(), mode, config=ours)
+    return loss, agg_loss(penalized(system, new, ref, kind), mask, mode)
 
 
 class Outcome(NamedTuple):
@@ -331,7 +398,7 @@ def main(systems: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sides = Sides(Path(folder))
         for pair in PAIRS:
-            if systems and pair.system not in systems:
+            if systems and pair.system.split()[0] not in systems:
                 continue
             result = outcome(sides, pair)
             if pair.stage:

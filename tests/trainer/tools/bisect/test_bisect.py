@@ -115,6 +115,57 @@ def test_the_first_stage_and_its_cause_are_named(
     assert cause in str(finding.causes)
 
 
+def with_moments(
+    folder: Path,
+    name: str,
+    betas: tuple[float, float],
+    begin: int = 1,
+    framework: str = "mine",
+    **arrays: Any,
+) -> str:
+    """Record three steps with gradients of norm 0.5 and Adam's moments, which begin at a step."""
+    recorder, moments = Recorder(folder / name, framework), [0.0, 0.0]
+    for number in (1, 2, 3):
+        if number == begin:
+            moments = [0.0, 0.0]
+        moments = [m * b + (1 - b) * g for m, b, g in zip(moments, betas, (0.5, 0.25), strict=True)]
+        norms = {"exp_avg_norms": {"w": moments[0]}, "exp_avg_sq_norms": {"w": moments[1] ** 0.5}}
+        recorder.step(number, arrays, grad_norms={"w": 0.5}, **norms)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "cause"),
+    [
+        (((0.5, 0.999), 1), 1, "optim.betas.0=0.5"),
+        (((0.9, 0.95), 1), 1, "optim.betas.1=0.95"),
+        (((0.9, 0.999), 2), 2, "Adam's moments, which begin at this step"),
+    ],
+)
+def test_a_difference_of_adam_s_moments_is_named(
+    tmp_path: Path, settings: Any, step: int, cause: str
+) -> None:
+    sides = with_moments(tmp_path, "a", (0.9, 0.999)), with_moments(tmp_path, "b", *settings)
+    finding = bisect(*sides)
+    assert (finding.stage, finding.step) == ("optimizer", step)
+    assert cause in str(finding.causes)
+
+
+def test_betas_of_two_frameworks_are_compared_on_different_samples(tmp_path: Path) -> None:
+    a = with_moments(tmp_path, "a", (0.9, 0.999), 1, "trl", prompts=[[1]], responses=[[2, 3]])
+    b = with_moments(tmp_path, "b", (0.9, 0.95), 1, "mine", prompts=[[1]], responses=[[2, 4]])
+    finding = bisect(a, b)
+    assert (finding.stage, finding.name) == ("optimizer", "exp_avg_sq_norms")
+    assert "optim.betas.1=0.95" in str(finding.causes)
+
+
+def test_a_loss_without_samples_has_a_setting_as_cause(tmp_path: Path) -> None:
+    for name, x in (("a", 1.0), ("b", 0.3)):
+        Recorder(tmp_path / name, "mine", {"beta": x}).step(1, loss=x)
+    finding = bisect(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (finding.stage, finding.causes[0]["setting"]) == ("loss", "beta")
+
+
 def test_noise_below_the_rounding_of_a_stage_is_no_difference(tmp_path: Path) -> None:
     def change(arrays: dict[str, Any], numbers: dict[str, Any]) -> None:
         arrays["rollout_log_probs"] += np.float32(1e-5)

@@ -37,6 +37,15 @@ def test_a_record_has_the_gradient_of_every_weight(first: Path) -> None:
     assert math.hypot(*gradients.values()) == pytest.approx(numbers["grad_norm"], rel=1e-5)
 
 
+def test_a_record_has_adam_s_moments_of_every_weight(first: Path) -> None:
+    numbers = open_side(str(first)).steps[1]
+    clipped = min(1.0, 1.0 / numbers["grad_norm"])
+    for kind, factor in (("exp_avg_norms", 0.1), ("exp_avg_sq_norms", math.sqrt(0.001))):
+        assert numbers[kind].keys() == numbers["grad_norms"].keys()
+        expected = {n: factor * clipped * x for n, x in numbers["grad_norms"].items()}
+        assert numbers[kind] == pytest.approx(expected, rel=1e-4)
+
+
 def test_with_a_s_samples_the_second_difference_is_found(
     first: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:

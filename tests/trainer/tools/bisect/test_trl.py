@@ -41,7 +41,7 @@ def rows_for(trainer: str) -> list[dict[str, Any]]:
         prompt = [{"role": "user", "content": "ab"[number % 2] * (number + 1)}]
         answers = [[{"role": "assistant", "content": text}] for text in ("abc", "b")]
         if trainer == "SFT":
-            rows.append({"messages": prompt + answers[0]})
+            rows.append({"prompt": prompt, "completion": answers[0]})
         elif trainer == "DPO":
             rows.append({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]})
         else:

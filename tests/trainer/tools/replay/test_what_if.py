@@ -13,7 +13,13 @@ from trainer import load_config, run
 from trainer.cli import replay as command
 from trainer.observers.saved_batches import batch_file
 from trainer.tools.replay.replay import replay
-from trainer.tools.replay.what_if import Blame, estimate_without, sample_names
+from trainer.tools.replay.what_if import (
+    Blame,
+    batch_numbers,
+    estimate_without,
+    sample_names,
+    without_each,
+)
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import read_column
@@ -123,6 +129,31 @@ def test_the_total_is_the_metric_of_the_step(whole: Path, metric: str) -> None:
     blame = Blame(metric)
     replay(whole, 2, blame=blame)
     assert blame.total == pytest.approx(lines(whole)[1][metric], rel=1e-4, abs=1e-6)
+
+
+def test_means_without_each_sample_come_from_one_look_at_each(
+    whole: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, count = update_batch(whole), 0
+    numbers, rows = batch_numbers(batch), torch.arange(len(batch))
+    expected = [batch_numbers(batch[rows != row]) for row in rows]
+    means = [name for name in numbers if name.endswith("mean")]
+    assert {"critic/score/mean", "critic/advantages/mean"} <= {*means}
+
+    def counted(batch: DataProto) -> dict[str, float]:
+        nonlocal count
+        count += len(batch)
+        return batch_numbers(batch)
+
+    monkeypatch.setattr("trainer.tools.replay.what_if.batch_numbers", counted)
+    without = without_each(batch, means, numbers)
+    assert count == len(batch)
+    assert without == {
+        name: pytest.approx([x[name] for x in expected], rel=1e-5, abs=1e-7) for name in means
+    }
+    assert without_each(batch, ["critic/score/max"], numbers) == {
+        "critic/score/max": [x["critic/score/max"] for x in expected]
+    }
 
 
 def test_a_critic_s_gradient_can_be_blamed_too(tiny_dir: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from verl_like.record import Recorder
+from workers.training.optim import moment_norms, norms_by_name
 
 NAMES = {
     "prompts": "prompt_ids",
@@ -33,12 +34,13 @@ class RecordCallback(TrainerCallback):
         path = trainer.model.config._name_or_path
         config = trainer.args.to_dict() | {"model_name_or_path": path}
         self.recorder = Recorder(folder, "trl", config)
-        self.group_size = getattr(trainer.args, "num_generations", 1)
+        self.trainer, tokenizer = trainer, trainer.processing_class
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         self.arrays: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
-        self.losses: list[float] = []
         self.passes: list[tuple[Any, Any]] = []
-        self.recorder.step(0, weight_norms=norms(trainer.model.named_parameters()))
+        self.recorder.step(0, weight_norms=norms_by_name(trainer.model.named_parameters()))
         for name, watch in (
             ("_generate_and_score_completions", self.on_samples),
             ("_calculate_rewards", self.on_rewards),
@@ -53,13 +55,17 @@ class RecordCallback(TrainerCallback):
         taken = {field: batch[key] for field, key in NAMES.items() if batch.get(key) is not None}
         mask = batch["completion_mask"]
         tools = batch.get("tool_mask", torch.ones_like(mask))
-        taken |= {"response_mask": mask * tools, "response_lengths": mask.sum(1)}
-        taken["group"] = np.arange(len(mask)) // self.group_size
+        taken["response_mask"] = mask * tools
+        # equal prompts follow each other
+        taken["group"] = np.arange(len(mask)) // self.trainer.args.num_generations
         self.arrays |= taken
 
     def on_rewards(self, rewards: Any, trainer_inputs: Any) -> None:
-        """Take the sum of the rewards of every sample; equal prompts follow each other."""
-        self.arrays["scores"] = rewards.nansum(1)
+        """Take the weighted sum of every sample's rewards, and the lengths of responses."""
+        self.arrays["scores"] = (rewards * self.trainer.reward_weights.to(rewards)).nansum(1)
+        responses = trainer_inputs[3]
+        self.arrays["response_lengths"] = np.array([len(ids) for ids in responses])
+        self.arrays["truncated"] = np.array([ids[-1] not in self.ends for ids in responses])
 
     def on_log_probs(self, outputs: Any, trainer_inputs: Any) -> None:
         """Take the tokens and log-probs of a pass with gradients; TRL has shuffled the rows."""
@@ -70,39 +76,33 @@ class RecordCallback(TrainerCallback):
         """Take the loss of a micro-batch, which TRL has divided by their number."""
         loss = loss[0] if isinstance(loss, tuple) else loss
         if loss.requires_grad:
-            self.losses.append(float(loss.detach()))
+            self.numbers["loss"] = self.numbers.get("loss", 0.0) + float(loss.detach())
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the gradients, which are clipped by now, and the learning rate."""
-        named = [(n, p.grad) for n, p in kwargs["model"].named_parameters() if p.grad is not None]
-        self.numbers["grad_norms"] = norms(named)
+        named = kwargs["model"].named_parameters()
+        self.numbers["grad_norms"] = norms_by_name((name, weight.grad) for name, weight in named)
         self.numbers["lr"] = kwargs["optimizer"].param_groups[0]["lr"]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the step."""
-        weights = norms(kwargs["model"].named_parameters())
-        loss, self.losses = float(np.sum(self.losses)), []
+        weights = norms_by_name(kwargs["model"].named_parameters())
+        norms = moment_norms(kwargs["optimizer"], kwargs["model"]) | {"weight_norms": weights}
         self.arrays |= log_probs(self.arrays, self.passes)
-        self.passes = []
-        self.recorder.step(
-            state.global_step, self.arrays, loss=loss, weight_norms=weights, **self.numbers
-        )
-        self.arrays, self.numbers = {}, {}
+        self.recorder.step(state.global_step, self.arrays, **self.numbers, **norms)
+        self.arrays, self.numbers, self.passes = {}, {}, []
 
 
 def log_probs(arrays: dict[str, Any], passes: list[tuple[Any, Any]]) -> dict[str, Any]:
     """Return the log-probs of the loss in the order of generation; empty if it has other rows."""
     pairs = [pair for ids, numbers in passes for pair in zip(ids.tolist(), numbers, strict=True)]
     rows = {tuple(ids): numbers for ids, numbers in pairs}
-    names = ("prompts", "responses") if "responses" in arrays else ()
-    wanted = torch.cat([arrays[name] for name in names], 1).tolist() if names else []
-    matching = [rows[tuple(ids)] for ids in wanted if tuple(ids) in rows]
-    return {"log_probs": torch.stack(matching)} if matching and len(matching) == len(wanted) else {}
-
-
-def norms(named: Any) -> dict[str, float]:
-    """Return the Euclidean norm of every tensor."""
-    return {name: float(tensor.detach().double().norm()) for name, tensor in named}
+    if not rows or "responses" not in arrays:
+        return {}
+    wanted = torch.cat([arrays["prompts"], arrays["responses"]], 1).tolist()
+    if not {*map(tuple, wanted)} <= rows.keys():
+        return {}
+    return {"log_probs": torch.stack([rows[tuple(ids)] for ids in wanted])}
 
 
 def watched(function: Any, watch: Any) -> Any:
