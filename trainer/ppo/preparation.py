@@ -151,8 +151,9 @@ def check_models(config: PPOConfig) -> None:
         if model.mini_batch is not None:
             section = model.section.removesuffix(".model")
             rows = f"{section}.ppo_mini_batch_size", model.mini_batch
-            at_once = f"{section}.ppo_micro_batch_size_per_gpu", model.trained_rows
-            check_passes(config, role, model, rows, at_once)
+            at_once = None if policy.actor.use_dynamic_bsz else model.trained_rows
+            key = f"{section}.ppo_micro_batch_size_per_gpu"
+            check_passes(config, role, model, rows, (key, at_once))
 
     engine = engine_for(policy.rollout.name, devices_of(config.trainer).type)
     if "actor" in models and config.trainer.simulate is None:
