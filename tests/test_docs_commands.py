@@ -27,10 +27,9 @@ from trainer import load_config, recipe_command
 from trainer.cli import main, plan
 from trainer.config.checks import check_fields
 from trainer.config.compose import as_object, compose_tree, known_settings
-from trainer.config.key_errors import unknown_key
 from trainer.config.keys import config_keys, known_arguments, named_keys, read
 from trainer.config.recipe import Recipe
-from trainer.config.settings import jobs_of
+from trainer.config.settings import jobs_of, unknown_key
 from trainer.launch import ALL_FOUND, nominal_placement
 from trainer.ppo.verl import renamed
 from trainer.recipe_command import is_setting

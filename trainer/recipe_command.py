@@ -28,10 +28,9 @@ import hydra
 
 from trainer.config.compose import known_settings, load_config
 from trainer.config.devices import devices_of
-from trainer.config.key_errors import unknown_key
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.settings import jobs_of
+from trainer.config.settings import jobs_of, unknown_key
 from trainer.config.yaml_files import register
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import changed

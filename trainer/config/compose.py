@@ -19,11 +19,18 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.key_errors import key_of_own_name, reject_unknown, wrong_value
 from trainer.config.keys import keys_by_name, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.config.settings import flat_settings, keys_of, keys_set, overrides_of, parse
+from trainer.config.settings import (
+    flat_settings,
+    key_of_own_name,
+    keys_of,
+    keys_set,
+    overrides_of,
+    parse,
+    reject_unknown,
+)
 from trainer.config.settle import settle
 from trainer.config.yaml_files import tree_of_files
 from verl_like.errors import ConfigError, nearest
@@ -160,6 +167,8 @@ def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfi
         try:
             OmegaConf.update(tree, name, value, merge=True)
         except OmegaConfBaseException as err:
+            from trainer.config.key_errors import wrong_value
+
             raise ConfigError(wrong_value(setting.input_line or "", err, recipe)) from err
     return tree
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
@@ -22,7 +21,7 @@ from trainer.config.keys import (
     named_keys,
 )
 from trainer.config.recipe import Recipe
-from verl_like.errors import ConfigError, did_you_mean, nearest
+from verl_like.errors import did_you_mean, nearest
 
 SYNONYMS = {
     "n_gpus": "trainer.n_gpus_per_node",
@@ -85,53 +84,6 @@ def takes(key: Key) -> str:
     if key.range and kinds:
         allowed = f"{kinds[0]}, {allowed}"
     return f"takes {allowed or ' or '.join(kinds)}" if allowed or kinds else ""
-
-
-def reject_unknown(names: Iterable[str], recipe: Recipe[Any], files: Mapping[str, Path]) -> None:
-    """Reject unknown keys, all in one error, which names the user's `files` with such a word."""
-    errors = []
-    for name in names:
-        if text := unknown_key(name, recipe):
-            word = re.compile(rf"(?m)^[^#]*\b{re.escape(name.rpartition('.')[2])}['\"]?\s*:")
-            places = [file for file, path in files.items() if word.search(path.read_text())]
-            errors.append((f"In {' or '.join(map(repr, places))}: " if places else "") + text)
-    if errors:
-        apart = " " if len(errors) == 1 else "\n"
-        raise ConfigError(apart.join([*errors, f"All keys: verl-like {recipe.name} --cfg all"]))
-
-
-def unknown_key(name: str, recipe: Recipe[Any]) -> str:
-    """Return the error for an unknown key of a setting, or ""."""
-    known = named_keys(recipe.schema)
-    above = known.get(name.rpartition(".")[0])
-    if name in known or name in recipe.groups or (above and above.rules.arguments_of):
-        return ""  # arguments are checked by the signature of their function
-    section = key_of_own_name(name, recipe.schema)
-    if section is None:
-        return no_such_key(name, recipe)
-    if section.rules.options is not None:
-        options = [key.name for key in config_keys(section.rules.options)]
-        names = [f"{section.name}.{option}" for option in options]
-        return f"there is no key {name!r}.{nearest(name, names)} {_has(section.name, options)}"
-    if section.item_schema is None:
-        return ""
-
-    own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
-    items = [key.name for key in config_keys(section.item_schema)]
-    if not rest or rest.partition(".")[0] in items:
-        return ""
-    has = _has(f"{section.name}.{own_name}", items)
-    return f"there is no key {name!r}.{nearest(rest, items)} {has}"
-
-
-def _has(section: str, names: Sequence[str]) -> str:
-    return f"{section} has {', '.join(names)}."
-
-
-def key_of_own_name(name: str, schema: type) -> Key | None:
-    """Return the key that takes a user's name, `role_mapping` for `role_mapping.judge`, or None."""
-    keys = (key for key in config_keys(schema) if key.takes_any)
-    return next((key for key in keys if name.startswith(f"{key.name}.")), None)
 
 
 def no_such_key(name: str, recipe: Recipe[Any]) -> str:

@@ -1,10 +1,11 @@
-"""Parse `key=value` settings with Hydra, and write keywords as such settings.
+"""Parse `key=value` settings with Hydra, reject unknown keys, and write keywords as settings.
 
 Example:
 
     settings = flat_settings(PPOConfig, {"data": {"train_batch_size": 8}, "algorithm": "grpo"})
     overrides_of(settings)          # ["data.train_batch_size=8", "algorithm=grpo"]
     parse("data.train_batch_size=8").value()        # 8
+    reject_unknown(["data.batch_size"], PPO, files={})      # a ConfigError
 """
 
 from __future__ import annotations
@@ -20,8 +21,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from trainer.config.keys import keys_by_name
-from verl_like.errors import ConfigError
+from trainer.config.keys import (
+    Key,
+    config_keys,
+    keys_by_name,
+    named_keys,
+)
+from trainer.config.recipe import Recipe
+from verl_like.errors import ConfigError, nearest
 
 PLAIN_TEXT = re.compile(r"[A-Za-z_/][\w./@-]*", re.ASCII)
 """Texts that the parser reads without quotes, unless they are `WORDS`."""
@@ -131,3 +138,52 @@ def as_text(value: Any, key: str) -> str:
         f"{key}={value!r}: an object of type {type(value).__name__} cannot be the value of a "
         "key; values are numbers, texts, true, false, null, lists and dicts of them."
     )
+
+
+def reject_unknown(names: Iterable[str], recipe: Recipe[Any], files: Mapping[str, Path]) -> None:
+    """Reject unknown keys, all in one error, which names the user's `files` with such a word."""
+    errors = []
+    for name in names:
+        if text := unknown_key(name, recipe):
+            word = re.compile(rf"(?m)^[^#]*\b{re.escape(name.rpartition('.')[2])}['\"]?\s*:")
+            places = [file for file, path in files.items() if word.search(path.read_text())]
+            errors.append((f"In {' or '.join(map(repr, places))}: " if places else "") + text)
+    if errors:
+        apart = " " if len(errors) == 1 else "\n"
+        raise ConfigError(apart.join([*errors, f"All keys: verl-like {recipe.name} --cfg all"]))
+
+
+def unknown_key(name: str, recipe: Recipe[Any]) -> str:
+    """Return the error for an unknown key of a setting, or ""."""
+    known = named_keys(recipe.schema)
+    above = known.get(name.rpartition(".")[0])
+    if name in known or name in recipe.groups or (above and above.rules.arguments_of):
+        return ""  # arguments are checked by the signature of their function
+    section = key_of_own_name(name, recipe.schema)
+    if section is None:
+        from trainer.config.key_errors import no_such_key
+
+        return no_such_key(name, recipe)
+    if section.rules.options is not None:
+        options = [key.name for key in config_keys(section.rules.options)]
+        names = [f"{section.name}.{option}" for option in options]
+        return f"there is no key {name!r}.{nearest(name, names)} {_has(section.name, options)}"
+    if section.item_schema is None:
+        return ""
+
+    own_name, _, rest = name.removeprefix(f"{section.name}.").partition(".")
+    items = [key.name for key in config_keys(section.item_schema)]
+    if not rest or rest.partition(".")[0] in items:
+        return ""
+    has = _has(f"{section.name}.{own_name}", items)
+    return f"there is no key {name!r}.{nearest(rest, items)} {has}"
+
+
+def _has(section: str, names: Sequence[str]) -> str:
+    return f"{section} has {', '.join(names)}."
+
+
+def key_of_own_name(name: str, schema: type) -> Key | None:
+    """Return the key that takes a user's name, `role_mapping` for `role_mapping.judge`, or None."""
+    keys = (key for key in config_keys(schema) if key.takes_any)
+    return next((key for key in keys if name.startswith(f"{key.name}.")), None)

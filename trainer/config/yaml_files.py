@@ -15,9 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from trainer.config.key_errors import reject_unknown, wrong_file, wrong_value
 from trainer.config.recipe import Recipe
-from trainer.config.settings import as_text, keys_in
+from trainer.config.settings import as_text, keys_in, reject_unknown
 from verl_like.errors import ConfigError
 from verl_like.masking import mask_with_name
 
@@ -56,6 +55,8 @@ def tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
         with initialize_config_dir(str(first), version_base="1.3"):
             composed = compose(recipe.config_name, overrides=[path, *presets])
     except HydraException as err:
+        from trainer.config.key_errors import wrong_file
+
         raise ConfigError(wrong_file(err, [*_own_files(recipe)])) from err
     except yaml.MarkedYAMLError as err:
         file = err.problem_mark.name if err.problem_mark else recipe.config_name
@@ -66,6 +67,8 @@ def tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     try:
         tree = OmegaConf.merge(OmegaConf.structured(recipe.schema), composed)
     except OmegaConfBaseException as err:
+        from trainer.config.key_errors import wrong_value
+
         raise ConfigError(wrong_value(err.full_key or "", err, recipe)) from err
     assert isinstance(tree, DictConfig), "a schema is a mapping of keys"
     OmegaConf.set_struct(tree, None)  # the schema's sections stay closed, dicts take new names
