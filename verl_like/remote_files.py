@@ -76,13 +76,13 @@ class RemoteFolder:
         If this is a file, its name is "".
         """
         self.system.invalidate_cache()
-        found = self.system.find(self.root, detail=True)
-        names = {path: path[len(self.root) :].lstrip("/") for path in found}
+        infos = self.system.find(self.root, detail=True)
+        names = {path: path[len(self.root) :].lstrip("/") for path in infos}
         outside = [path for path, name in names.items() if ".." in Path(name).parts]
         if outside:
             raise ConfigError(f"{self.key}={self.url}: it has the unsafe name {outside[0]!r}.")
         return {
-            name: found[path] or self.system.info(path)
+            name: infos[path] or self.system.info(path)
             for path, name in sorted(names.items())
             if not path.endswith("/")
         }

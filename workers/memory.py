@@ -221,10 +221,10 @@ class _Rank:
                 can_recompute = self.shapes.can_recompute
                 recomputed = recomputed_layers(self.spec.model, self.device_type, can_recompute)
                 activations = self.shapes.trained_pass(size.tokens, head, recomputed)
-            moments += zip(self._whole(trains), activations or (None, None), strict=True)
+            moments += zip(self._gathered(trains), activations or (None, None), strict=True)
         return max(moments, key=lambda moment: moment[0] + (moment[1] or 0))
 
-    def _whole(self, trains: bool) -> Moments:
+    def _gathered(self, trains: bool) -> Moments:
         """Return the bytes of gathered weights and their unsharded gradients, for head and layer.
 
         Without sharding, a rank has a copy of all weights in the dtype of passes, if it differs
@@ -257,7 +257,7 @@ class _Rank:
         """Return the peak bytes of a head: its input states, its logits, and their gradients.
 
         The gradient of the logits overwrites the logits. The gradient of the head's weight is
-        separate from the accumulated gradient. If the rank gathers weights, `_whole` counts it.
+        separate from the accumulated gradient. If the rank gathers weights, `_gathered` counts it.
         """
         shapes, model = self.shapes, self.spec.model
         if shapes.outputs_per_read == 0:  # the head is on another stage

@@ -196,8 +196,8 @@ def _keys_of(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
     """Return the error text, which suggests our name for a TRL name, or the nearest flat name."""
-    meant = (name, SYNONYMS.get(name, ""))
-    same = [f for f, key in names.items() if key in meant or key.rpartition(".")[2] in meant]
+    targets = (name, SYNONYMS.get(name, ""))
+    same = [f for f, key in names.items() if key in targets or key.rpartition(".")[2] in targets]
     if name == "steps":
         hint = " Pass it to fit, as in fit(steps=5)."
     elif name == "args":

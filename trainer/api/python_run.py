@@ -108,7 +108,7 @@ class PythonRun:
         reject_nested_run()
         check_callbacks(callbacks)
         self.callbacks = list(callbacks)
-        self._told: set[str] = set()
+        self._printed_notices: set[str] = set()
         """Notices that were shown."""
         self._recipe: Recipe[Any] = load_object(self._recipe_path, type(self).__name__)
         settings = {**self._presets, **settings_of(keys, self._flat_names, self._recipe)}
@@ -263,9 +263,9 @@ class PythonRun:
                 raise
             raise ConfigError(f"{err} Here {' and '.join(sets)}.") from err
         for notice in notices:
-            if notice not in self._told:
+            if notice not in self._printed_notices:
                 logger.warning(notice)
-        self._told |= {*notices}
+        self._printed_notices |= {*notices}
         checked: RunConfig = config
         return checked
 

@@ -165,7 +165,7 @@ class Places:
         self._init_arguments = init_arguments
         self._pools = expand_roles(self._config.role_mapping)
         self._restarts: Counter[tuple[int, int]] = Counter()
-        self._gone: set[int] = set()
+        self._lost: set[int] = set()
         self._fewest = self._config.async_training.min_generators
         if self._fewest is not None:
             note_address(run.folder)
@@ -285,7 +285,7 @@ class Places:
 
     def _ranks_without(self, generator: int) -> list[int]:
         """Mark this generator as gone; return the trainer ranks that have no generator left."""
-        self._gone.add(generator)
+        self._lost.add(generator)
         topology = self._config.topology
         ranks = range(topology.trainers)
-        return [rank for rank in ranks if self._gone >= set(topology.generators_of[rank])]
+        return [rank for rank in ranks if self._lost >= set(topology.generators_of[rank])]

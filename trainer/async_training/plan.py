@@ -36,8 +36,8 @@ def plan_lines(config: AsyncConfig, brief: bool = False) -> list[str]:
         lines.append(f"Correction: rollout_is={weights} (algorithm.rollout_correction)")
     if brief:
         lines = [f"Staleness: {age}, {queued}"]
-    if topology.lopsided:
-        lines.append(f"Uneven generators: {topology.lopsided}.")
+    if topology.imbalance:
+        lines.append(f"Uneven generators: {topology.imbalance}.")
     if idle := _idle_generators(config):
         limits = "async_training.max_staleness"
         if async_training.max_inflight_samples is not None:

@@ -123,7 +123,7 @@ class Topology:
         return list(range(self.generators)) if rank == ANY_RANK else self.generators_of[rank]
 
     @property
-    def lopsided(self) -> str:
+    def imbalance(self) -> str:
         """Describe ranks that have more generators than others; "" if there are none."""
         part = [1 / len(self.trainers_of[generator]) for generator in range(self.generators)]
         ranks = self.routed_ranks

@@ -78,9 +78,9 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"error: {error}")
     command, *arguments = sys.argv[1:] or ["--help"]
-    if meant := resolve_command(command):
-        print(f"note: verl-like {command} runs verl-like {' '.join(meant)}", file=sys.stderr)
-        command, arguments = meant[0], [*meant[1:], *arguments]
+    if resolved := resolve_command(command):
+        print(f"note: verl-like {command} runs verl-like {' '.join(resolved)}", file=sys.stderr)
+        command, arguments = resolved[0], [*resolved[1:], *arguments]
     # commands with processes detect a child's death by an error on its pipe, so they must not end
     # silently on such an error
     serves = ("serve", "serve-reward")

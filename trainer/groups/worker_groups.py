@@ -243,9 +243,9 @@ class WorkerGroups:
     def leave(self, pool: str) -> None:
         """End the processes of a pool and return its places; it may `join` again."""
         with self.planning:
-            gone, group = self._roles(pool), self._fused.get(pool)
+            roles, group = self._roles(pool), self._fused.get(pool)
             self._fused = {name: g for name, g in self._fused.items() if name != pool}
-            self._groups = {role: g for role, g in self._groups.items() if role not in gone}
+            self._groups = {role: g for role, g in self._groups.items() if role not in roles}
             pools = self.placement.pools.items()
             self.placement = Placement({name: plan for name, plan in pools if name != pool})
         if group is not None:
@@ -265,13 +265,13 @@ class WorkerGroups:
 
     def take_new_roles(self) -> set[str]:
         """Return the roles constructed since the last call, which have no model yet."""
-        taken, self._new_roles = self._new_roles, set()
-        return taken
+        new_roles, self._new_roles = self._new_roles, set()
+        return new_roles
 
     def init_new_roles(self, arguments: Callable[[str], dict[str, Any]]) -> None:
         """Build the models of roles that have none, concurrently, with the role's `arguments`."""
-        taken = self.take_new_roles()
-        new = [role for role in self if role in taken]
+        new_roles = self.take_new_roles()
+        new = [role for role in self if role in new_roles]
         gather(*(self[role].init_model.remote(**arguments(role)) for role in new))
 
     def may_be_replaced(self, roles: frozenset[str]) -> None:

@@ -63,8 +63,8 @@ def size_of(
     rows = model.rows if reward is None else actor.ppo_micro_batch_size_per_gpu
     if method.startswith("update_"):
         rows, samples = model.trained_rows, model.mini_batch or samples
-    own = None if reward is None else reward.micro_batch_size_per_gpu
-    at_once = own or (None if actor.use_dynamic_bsz else rows)
+    rows_of_reward = None if reward is None else reward.micro_batch_size_per_gpu
+    at_once = rows_of_reward or (None if actor.use_dynamic_bsz else rows)
     return CallSize(role, method, samples, at_once, model.tokens or tokens_per_pass(config))
 
 

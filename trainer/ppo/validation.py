@@ -51,9 +51,9 @@ def name_metrics(samples: DataProto) -> dict[str, float]:
     lengths = count_ones(samples, "response_mask").double()
     metrics["val-aux/response_length/mean"] = lengths.mean().item()
     if TRAJECTORY in samples.non_tensor_batch:
-        from trainer.rollouts.turns import played_metrics
+        from trainer.rollouts.turns import success_metrics
 
-        metrics |= {f"val-aux/{name}": value for name, value in played_metrics(samples).items()}
+        metrics |= {f"val-aux/{name}": value for name, value in success_metrics(samples).items()}
     return metrics
 
 

@@ -78,7 +78,7 @@ def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
     return chats
 
 
-def played_metrics(batch: DataProto) -> dict[str, float]:
+def success_metrics(batch: DataProto) -> dict[str, float]:
     """Return metrics of success, turns, ends and tool calls of trajectories.
 
     A trajectory is a success if its score is 1 or more and its environment did not fail.
@@ -87,8 +87,8 @@ def played_metrics(batch: DataProto) -> dict[str, float]:
 
     infos = batch.non_tensor_batch[TRAJECTORY]
     names = ("agents/num_turns", "agents/num_call", "agents/ended", "agents/by_environment")
-    every = trajectory_metrics(infos.tolist())
-    metrics = {name: value for name, value in every.items() if name.startswith(names)}
+    all_metrics = trajectory_metrics(infos.tolist())
+    metrics = {name: value for name, value in all_metrics.items() if name.startswith(names)}
     successes: dict[str, list[bool]] = {"agents/success": []}
     for score, info in zip(sample_scores(batch).tolist(), infos, strict=True):
         is_good = is_success(score) and not info["problem"]

@@ -274,6 +274,7 @@ class RemoteRun:
         self._save_record()
 
     def _upload(self) -> None:
+        """Upload changes in a loop, until the run closes the uploads."""
         num_last = 0
         while num_last < LAST_TRIES:
             num_last += self._closing.wait(SCAN_S)
@@ -302,11 +303,11 @@ class RemoteRun:
         local = self._local_files()
         record = self._record
         new = [name for name, stamp in local.items() if record.get(name, (None,))[0] != stamp]
-        gone = record.keys() - local.keys()
-        if not new and not gone:
+        removed = record.keys() - local.keys()
+        if not new and not removed:
             return
-        touched = {_marker_of(name) for name in (*new, *gone)} & record.keys()
-        for name in sorted(gone | touched, key=lambda name: not name.endswith(MARKER)):
+        touched = {_marker_of(name) for name in (*new, *removed)} & record.keys()
+        for name in sorted(removed | touched, key=lambda name: not name.endswith(MARKER)):
             with suppress(FileNotFoundError):
                 self.remote.system.rm_file(self.remote.path(name))
             del record[name]

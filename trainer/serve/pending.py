@@ -116,7 +116,7 @@ class PendingResults:
             self._open.pop(request_id).fail(error)
 
 
-class Turns:
+class RequestOrder:
     """Starts the requests of a model in the order of `seq_id`, from 1."""
 
     def __init__(self) -> None:

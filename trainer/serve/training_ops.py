@@ -22,7 +22,7 @@ from trainer.config.flat import flat_config
 from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SPILLED, SavedPath, ServedCheckpoints, expiry
-from trainer.serve.pending import Turns
+from trainer.serve.pending import RequestOrder
 from trainer.serve.rows import Datum, RequestLoss, batch_of, of_datums
 from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
@@ -55,7 +55,7 @@ class ServedModel:
     """Error of a `forward_backward` since the last optimizer step; the next step fails with it."""
     snapshots: list[str] = field(default_factory=list)
     """Names of the frozen copies in memory, the oldest first."""
-    turns: Turns = field(default_factory=Turns)
+    turns: RequestOrder = field(default_factory=RequestOrder)
 
     def metadata(self, base_model: str) -> JsonObject:
         """Return the entries of `checkpoint.json` and `run.json` for this model."""

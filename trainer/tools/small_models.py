@@ -193,12 +193,12 @@ def _shrink_widths(fields: dict[str, Any]) -> None:
         fields["head_dim"] = inner // 4
 
 
-def _shrink_layers(fields: dict[str, Any], whole: Mapping[str, Any]) -> None:
+def _shrink_layers(fields: dict[str, Any], original: Mapping[str, Any]) -> None:
     """Shrink the widths that single layers have, and keep their ratio to the model's width."""
     for widths in (fields.get("per_layer_config") or {}).values():
         for name, value in widths.items():
             if name in SIZE_OF or name == "num_key_value_heads":
-                widths[name] = max(1, fields[name] * value // whole[name])
+                widths[name] = max(1, fields[name] * value // original[name])
 
 
 def _parts(rope: Any) -> list[dict[str, Any]]:

@@ -50,11 +50,11 @@ class BlockCache:
         block = self._take(num_bytes)
         if block is None:
             block = np.empty(-(-num_bytes // STEP_BYTES) * STEP_BYTES, np.uint8)
-        lent = block[:num_bytes]
-        # views of a view refer to the block itself, so only the holder of `lent` may make any:
+        array = block[:num_bytes]
+        # views of a view refer to the block itself, so only the holder of `array` may make any:
         # the tensor over it does, and views and arrays of that tensor keep the tensor alive
-        weakref.finalize(lent, self._give_back, block).atexit = False
-        return lent
+        weakref.finalize(array, self._give_back, block).atexit = False
+        return array
 
     def unused_bytes(self) -> int:
         """Return the total size of the unused blocks."""
@@ -131,5 +131,5 @@ def _pages(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 def _room(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialized tensor."""
-    lent = _blocks.lend(shape.numel() * dtype.itemsize)
-    return torch.from_numpy(lent).view(dtype).view(shape)
+    array = _blocks.lend(shape.numel() * dtype.itemsize)
+    return torch.from_numpy(array).view(dtype).view(shape)

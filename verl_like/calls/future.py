@@ -479,8 +479,8 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     errors.sort(key=lambda e: (not isinstance(e, WorkerDiedError), isinstance(e, _AbandonedError)))
     first, *others = errors
     first.others = others  # type: ignore[attr-defined]
-    told, *texts = [f"{type(error).__name__}: {error}" for error in errors]
-    _note_some(first, [f"also failed: {text}" for text in dict.fromkeys(texts) if text != told])
+    message, *texts = [f"{type(error).__name__}: {error}" for error in errors]
+    _note_some(first, [f"also failed: {text}" for text in dict.fromkeys(texts) if text != message])
     raise first
 
 

@@ -231,15 +231,15 @@ class ImageReader:
         Tokens that the policy samples end a response, so the first ones in a row are the images'.
         """
         counts = [self.num_tokens(ref) for ref in refs]
-        found = (ids == self.token_id).nonzero().squeeze(1)
-        if len(found) < sum(counts):
+        positions = (ids == self.token_id).nonzero().squeeze(1)
+        if len(positions) < sum(counts):
             raise ConfigError(
-                f"{name} has {len(found)} image tokens, but its {len(refs)} images need "
+                f"{name} has {len(positions)} image tokens, but its {len(refs)} images need "
                 f"{sum(counts)}. Do not truncate prompts with images (data.truncation)."
             )
         numbers = torch.tensor([1 + self._number(ref) for ref in refs], dtype=torch.int64)
         places = torch.zeros_like(ids)
-        places[found[: sum(counts)]] = numbers.repeat_interleave(
+        places[positions[: sum(counts)]] = numbers.repeat_interleave(
             torch.tensor(counts, dtype=torch.int64)
         )
         return places
@@ -288,7 +288,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
     sizes = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
     padded = []
     for part in parts:
-        missing = [size - own for size, own in zip(sizes, part.shape[1:], strict=True)]
+        missing = [size - length for size, length in zip(sizes, part.shape[1:], strict=True)]
         pad = [amount for size in reversed(missing) for amount in (0, size)]
         padded.append(torch.nn.functional.pad(part, pad) if any(missing) else part)
     return torch.cat(padded) if len(padded) > 1 else padded[0]

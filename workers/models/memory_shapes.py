@@ -154,7 +154,7 @@ def model_shapes(
     config = replace(config, enable_gradient_checkpointing=None)  # has no effect on shapes
     model = _Described(repr(config), described_by(config), head, config)
     if stage is None:
-        return _whole(model, compute, tp)
+        return _unsplit(model, compute, tp)
     return _of_stages(model, compute, tp, replace(stage, rank=0))[stage.rank]
 
 
@@ -224,7 +224,7 @@ def _of_stages(
     from workers.parallel.pipeline import max_pending_passes, num_chunks
     from workers.parallel.stages import Stages, stage_ranges
 
-    full, weights = _whole(model, compute, tp), _counted(model)
+    full, weights = _unsplit(model, compute, tp), _counted(model)
     num_stages = stage.num_ranks * num_chunks(stage.schedule)
     ranges = stage_ranges(weights.module, num_stages, stage.ep)
     stages = Stages(weights.module, ranges)
@@ -251,7 +251,7 @@ def _of_stages(
 
 
 @cache
-def _whole(model: _Described, compute: torch.dtype, tp: int) -> ModelShapes:
+def _unsplit(model: _Described, compute: torch.dtype, tp: int) -> ModelShapes:
     weights = _counted(model)
     body, text = language_half(weights.module), weights.module.config.get_text_config()
     if tp > 1:

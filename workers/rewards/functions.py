@@ -78,7 +78,7 @@ def math(data_source: str, solution_str: str, ground_truth: Any, extra_info: Inf
 def geometry(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Info = None
 ) -> float:
-    r"""Return 0.9 for the right answer in the last `\boxed{}`, plus 0.1 if it follows thoughts."""
+    r"""Return 0.9 for the right answer in the last `\boxed{}`, plus 0.1 for `<think>` tags."""
     boxed = solution_str.rfind("\\boxed{")
     is_right = boxed >= 0 and math(data_source, solution_str[boxed:], ground_truth)
     return 0.9 * bool(is_right) + 0.1 * bool(_THOUGHT.fullmatch(solution_str))

@@ -147,7 +147,7 @@ class _Decoding:
 
         ids = [*self.sample.prompt, *self.tokens[: self.position]]
         row = torch.tensor([ids], device=self.engine.module.device)
-        more = self._images(row) if self.cache is None else {"past_key_values": self.cache}
+        inputs = self._images(row) if self.cache is None else {"past_key_values": self.cache}
         # janus overrides `generate`, and drops the logits processor
         generate: Any = GenerationMixin.generate
         with nullcontext() if self.routers is None else self.routers.recording() as noted:
@@ -164,7 +164,7 @@ class _Decoding:
                 ),
                 logits_processor=[self],
                 stopping_criteria=[self._finished],
-                **more,
+                **inputs,
             )
         if noted is not None:
             chosen = noted.take()

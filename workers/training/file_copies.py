@@ -136,14 +136,14 @@ class FileCopies(FileWriter):
                 return fingerprint
             start = path.stat().st_size if path.exists() else 0
 
-        def go_on(_: float = 0.0) -> None:
+        def check_not_dropped(_: float = 0.0) -> None:
             if self._is_dropped:
                 raise CheckpointError(
                     f"the write of {path} was abandoned, because its checkpoint was dropped"
                 )
 
-        go_on()
-        return write_copy.write_file(path, copy.contents, start, go_on)
+        check_not_dropped()
+        return write_copy.write_file(path, copy.contents, start, check_not_dropped)
 
     def _start(self, path: Path, copy: _FileCopy) -> subprocess.Popen[bytes] | None:
         """Start the writing process; return None if a caller waits or the process cannot start."""

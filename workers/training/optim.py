@@ -323,8 +323,8 @@ def norms_by_name(named: Iterable[tuple[str, Tensor | None]], order: float = 2) 
     """Return the norm of every tensor, by default the Euclidean, with one copy to the host."""
     tensors = {name: tensor for name, tensor in named if tensor is not None}
     norms = torch._foreach_norm([*tensors.values()], order, torch.float64) if tensors else []
-    whole = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
-    return dict(zip(tensors, torch.stack(whole).tolist() if whole else [], strict=True))
+    full = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
+    return dict(zip(tensors, torch.stack(full).tolist() if full else [], strict=True))
 
 
 def moment_norms(

@@ -32,7 +32,7 @@ from tests.trainer.serve.clients import (
 from trainer.cli.serve import check_key
 from trainer.run_folder.saved_model import find_saved_model
 from trainer.serve import pending, training_ops
-from trainer.serve.pending import PendingResult, RequestError, Turns
+from trainer.serve.pending import PendingResult, RequestError, RequestOrder
 from trainer.serve.server import open_api
 from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import ConfigError
@@ -445,7 +445,7 @@ def test_requests_behind_a_missing_number_fail_after_the_time_limit() -> None:
         def fail(self, error: Exception) -> None:
             failed.append(str(error))
 
-    turns: Any = Turns()
+    turns: Any = RequestOrder()
     turns.submit(2, Promise(), lambda: started.append(2))
     turns.give_up(3600)
     assert not failed
@@ -463,7 +463,7 @@ def test_the_time_limit_of_a_gap_starts_with_the_first_waiting_request(
     now = 0.0
     monkeypatch.setattr(pending, "time", SimpleNamespace(monotonic=lambda: now))
     result = PendingResult("")
-    turns = Turns()
+    turns = RequestOrder()
     turns.submit(1, result, lambda: None)
     now = 1000.0  # the client pauses, then sends two requests in the wrong order
     turns.submit(3, result, lambda: None)

@@ -198,7 +198,7 @@ class GivenFlags:
         self._spelled = {table.older.get(name, name): name for name in flags}
         self._values = {table.older.get(name, name): values for name, values in flags.items()}
         self._figures = dict(figures or {})
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def has(self, name: str) -> bool:
         """Return whether the command has the flag."""
@@ -240,7 +240,7 @@ class GivenFlags:
     def becomes(self, name: str, settings: Mapping[str, Any]) -> None:
         """Translate the flag, if it is given, to these settings."""
         if self.has(name):
-            self._told.add(name)
+            self._reported.add(name)
             self.done.rename(self._with_value(name), settings)
 
     def finish(self) -> Translation:
@@ -291,9 +291,9 @@ class GivenFlags:
     def _by_row(self, name: str) -> None:
         """Translate a flag, or its default if it is not given, by its row."""
         row, done = self._table.find(name), self.done
-        if row is None or name in self._told:
+        if row is None or name in self._reported:
             return
-        self._told.add(name)
+        self._reported.add(name)
         is_read = not row.needs or self.computed(row.needs)
         if not self.has(name):
             if row.default and row.settings and is_read:

@@ -256,17 +256,17 @@ def describe_shortage(need: Mapping[str, float], num_processes: int) -> str:
     total, free = ray.cluster_resources(), defaultdict(float, ray.available_resources())
     lacking = {kind: amount * num_processes - free[kind] for kind, amount in need.items()}
     lacking = {kind: amount for kind, amount in lacking.items() if amount > ROUNDING}
-    held = {kind: total.get(kind, 0.0) - free[kind] for kind in need}
+    others = {kind: total.get(kind, 0.0) - free[kind] for kind in need}
     holders = []
     for group in placement_group_table().values():
         if group["state"] == "CREATED":
             bundles = group["bundles"].values()
             taken = {kind: sum(bundle.get(kind, 0.0) for bundle in bundles) for kind in need}
-            held = {kind: held[kind] - amount for kind, amount in taken.items()}
+            others = {kind: others[kind] - amount for kind, amount in taken.items()}
             name = group["name"] or group["placement_group_id"]
             holders.append(f"placement group {name} ({amounts(taken)})")
-    if any(amount > ROUNDING for amount in held.values()):
-        holders.append(f"tasks and actors without a placement group ({amounts(held)})")
+    if any(amount > ROUNDING for amount in others.values()):
+        holders.append(f"tasks and actors without a placement group ({amounts(others)})")
     text = f"free: {amounts({kind: free[kind] for kind in need})}"
     if lacking:
         text += f"; missing: {amounts(lacking)}"
@@ -277,8 +277,8 @@ def store_usage() -> tuple[int, int, int]:
     """Return this node's bytes in the object store, those it has room for, and those spilled."""
     if not ray.is_initialized():  # a simulated cluster
         return 0, 0, 0
-    own = ray.get_runtime_context().get_node_id()
-    node = next(node for node in ray.nodes() if node["NodeID"] == own)
+    node_id = ray.get_runtime_context().get_node_id()
+    node = next(node for node in ray.nodes() if node["NodeID"] == node_id)
     stats = node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
     used, room = stats.object_store_bytes_used, stats.object_store_bytes_avail
     return used, room, stats.spilled_bytes_total

@@ -151,8 +151,8 @@ class RayTransport(ProcessTransport):
         except (RayActorError, OutOfMemoryError) as error:
             raise WorkerDiedError(f"the worker process is gone: {_cause_of_death(error)}") from None
         except ObjectLostError as error:
-            gone = f"the result is lost, probably with its machine ({type(error).__name__})"
-            raise WorkerDiedError(gone) from None
+            message = f"the result is lost, probably with its machine ({type(error).__name__})"
+            raise WorkerDiedError(message) from None
         except RayTaskError as error:
             if isinstance(error.cause, WorkerError):
                 raise error.cause from None

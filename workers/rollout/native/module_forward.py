@@ -60,9 +60,9 @@ class ModuleForward:
         mask = self.slots.target_prefill(lengths, width, sources, first)
         # the head needs `MIN_ROWS_OF_MKL` rows, too
         num_logits = -(-MIN_ROWS_OF_MKL // len(prompts))
-        more = images({"input_ids": ids, "position_ids": positions}) if images else {}
-        positions = more.pop("position_ids", positions)
-        return self._logits(ids, positions, mask, num_logits, **more)
+        inputs = images({"input_ids": ids, "position_ids": positions}) if images else {}
+        positions = inputs.pop("position_ids", positions)
+        return self._logits(ids, positions, mask, num_logits, **inputs)
 
     def decode(self, ids: Tensor, positions: Tensor, shifts: Tensor | None = None) -> Tensor:
         """Read one token into each of the slots 0, 1, ...; return the logits after it.

@@ -259,11 +259,11 @@ class Scheduler:
         prompts = [*(text for text, _ in distinct), *[(0,)] * (rows - len(distinct))]
         self.cache.fit(max(1 + width, self.longest + 2), self.num_active)
         images = self._image_numbers(names)
-        more = {}
+        inputs = {}
         if images:
             shape = rows, width
-            more["images"] = partial(self.engine.images.left_padded, numbers=images, shape=shape)
-        logits = self.forward.prefill(prompts, width, sources, self.num_active, **more)
+            inputs["images"] = partial(self.engine.images.left_padded, numbers=images, shape=shape)
+        logits = self.forward.prefill(prompts, width, sources, self.num_active, **inputs)
         self.longest = max(self.longest, longest - 1)  # a prefill may come before the next decode
 
         slots = np.arange(self.num_active, self.num_active + len(group))
@@ -300,11 +300,11 @@ class Scheduler:
 
         self.cache.fit(self.longest + 2, self.num_active)
         shifts = torch.from_numpy(table.shifts[rows])
-        more = {"shifts": shifts.to(self.device)} if shifts.any() else {}
+        inputs = {"shifts": shifts.to(self.device)} if shifts.any() else {}
         logits = self.forward.decode(
             torch.from_numpy(ids).to(self.device),
             torch.from_numpy(positions).to(self.device),
-            **more,
+            **inputs,
         )
         if self.noted is not None:
             routed = self.noted.take().split(1)

@@ -186,15 +186,15 @@ class VllmServer:
 
     def _send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         address, ranks = str(self._links.new_address()), self._num_ranks
-        told = in_daemon("weight sync: server", self.call, "receive_load", address, ranks)
+        receipt = in_daemon("weight sync: server", self.call, "receive_load", address, ranks)
         try:
             with self._links.sending(address, ranks, self._device) as channel:
                 channel.send(fill_buckets(tensors, BUCKET_BYTES, channel.room, channel.watch))
         except WeightSyncError:
-            if told.done():
-                told.result()
+            if receipt.done():
+                receipt.result()
             raise
-        told.result()
+        receipt.result()
 
     def sleep(self) -> None:
         """Do nothing: the server keeps its memory, because nothing else uses its devices."""

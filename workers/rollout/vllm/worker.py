@@ -182,7 +182,7 @@ class _BatchNoise:
 
     @classmethod
     def of(cls, names: list[str], params: Iterable[Any], device: torch.device) -> _BatchNoise:
-        extra_args = [each.extra_args for each in params]
+        extra_args = [settings.extra_args for settings in params]
         rows = np.array([arguments["row"] for arguments in extra_args], dtype=np.int64)
         before = np.array([arguments["made"] for arguments in extra_args], dtype=np.int64)
         keys = np.array([arguments["key"] for arguments in extra_args], dtype=np.uint64).view(
@@ -475,7 +475,7 @@ class ExpertChoices:
             )
         self.runner = runner
         self._pass: dict[int, Tensor] = {}
-        self._kept: dict[int, Tensor] = {}
+        self._experts_of_row: dict[int, Tensor] = {}
         layers = [part for part in runner.model.modules() if isinstance(part, MoERunner)]
         for number, layer in enumerate(layers):
             if layer._quant_method.is_monolithic or not isinstance(layer.router, BaseRouter):
@@ -499,13 +499,13 @@ class ExpertChoices:
         for place, row in enumerate(rows):
             begin, end = bounds[place : place + 2]
             first = int(batch.num_computed_tokens_cpu[place])
-            if row not in self._kept:
-                self._kept[row] = chosen.new_zeros(width, *chosen.shape[1:])
-            self._kept[row][first : first + end - begin] = chosen[begin:end]
+            if row not in self._experts_of_row:
+                self._experts_of_row[row] = chosen.new_zeros(width, *chosen.shape[1:])
+            self._experts_of_row[row][first : first + end - begin] = chosen[begin:end]
 
     def take(self, row: int) -> Tensor | None:
         """Remove and return the choices [max model length, layers, choices] of an ended request.
 
         They are zero for tokens that the model did not read. Return None if it read no token.
         """
-        return self._kept.pop(row, None)
+        return self._experts_of_row.pop(row, None)
