@@ -304,6 +304,7 @@ def dispatch_dp_compute_proto_with_func(
 
 
 def _checked_list(target: CallTarget, value: Any, key: int | str) -> list[Any]:
+    """Return an argument that is a list with one element per worker; raise if it is not."""
     if not isinstance(value, (list, tuple)) or len(value) != target.world_size:
         size = f" of {len(value)}" if isinstance(value, (list, tuple)) else ""
         raise DispatchError(

@@ -141,10 +141,10 @@ class RolloutCorrection:
         for criterion in self.criteria:
             name = f"rollout_rs_{criterion.name}"
             figures = criterion.figures(log_ratio, part.mask)
-            keeps = criterion.keeps(figures)
+            is_in_range = criterion.accepts(figures)
             gauge.spreads[name].add(part, figures, figures, criterion.judges_tokens)
-            gauge.add_rejected(name, part.mask & keeps, part)
-            accepted = accepted & keeps
+            gauge.add_rejected(name, part.mask & is_in_range, part)
+            accepted = accepted & is_in_range
 
         if self.veto is not None:
             catastrophic = (part.mask & ~(log_ratio.exp() >= self.veto)).sum(dim=-1)

@@ -65,7 +65,7 @@ class Criterion:
             return of_tokens.amax(dim=-1, keepdim=True)
         return of_tokens
 
-    def keeps(self, figures: Tensor) -> Tensor:
+    def accepts(self, figures: Tensor) -> Tensor:
         """Return a mask of the values inside the range, including its ends; NaN is outside."""
         accepted = figures <= self.bounds.upper
         return accepted if self.bounds.lower is None else accepted & (figures >= self.bounds.lower)

@@ -30,11 +30,11 @@ class ExpectedTensors:
             self.unfit.append(f"{name} (is {list(shape)}, was sent {list(tensor.shape)})")
         return shape == tensor.shape
 
-    def verify(self, who: str, **other_problems: list[str]) -> None:
+    def verify(self, receiver: str, **other_problems: list[str]) -> None:
         """Raise one error that lists all problems, if any. Call this after the last tensor."""
         missing = [name for name in self.shapes if name not in self.arrived]
         other = {"of another shape": self.unfit, **other_problems}
-        raise_problems(who, missing=missing, unknown=self.unknown, **other)
+        raise_problems(receiver, missing=missing, unknown=self.unknown, **other)
 
 
 class ModuleWriter:
@@ -72,20 +72,20 @@ class ModuleWriter:
         if not as_integers(weight.to(sent.dtype)).equal(as_integers(sent)):  # also NaN and -0.0
             self.changed.append(f"{name} (is {weight.dtype}, was sent {sent.dtype})")
 
-    def verify(self, who: str) -> None:
-        """Raise a `WeightSyncError` that names `who` and lists all problems, if there are any."""
-        self.expected.verify(who, **{"that lost bits": self.changed})
+    def verify(self, receiver: str) -> None:
+        """Raise a `WeightSyncError` that names the receiver and all problems, if there are any."""
+        self.expected.verify(receiver, **{"that lost bits": self.changed})
 
 
-def describe_problems(who: str, **problems: list[str]) -> str:
+def describe_problems(receiver: str, **problems: list[str]) -> str:
     """Describe the problems by kind, with up to 20 tensor names each; "" if there are none."""
     kinds = ((kind, names) for kind, names in problems.items() if names)
     parts = [f"{len(names)} {kind}: {', '.join(names[:20])}" for kind, names in kinds]
-    return f"{who}: {'; '.join(parts)}." if parts else ""
+    return f"{receiver}: {'; '.join(parts)}." if parts else ""
 
 
-def raise_problems(who: str, **problems: list[str]) -> None:
+def raise_problems(receiver: str, **problems: list[str]) -> None:
     """Raise a `WeightSyncError` that describes these problems, if there are any."""
-    text = describe_problems(who, **problems)
+    text = describe_problems(receiver, **problems)
     if text:
         raise WeightSyncError(text)

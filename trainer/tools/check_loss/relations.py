@@ -205,9 +205,9 @@ def finite_differences(subject: Subject, batch: Batch) -> Pairs:
 
     def slope(step: float, constants: Sequence[Tensor]) -> Tensor:
         losses = []
-        for moved in (base + step * direction, base - step * direction):
+        for shifted in (base + step * direction, base - step * direction):
             with Recorder(constants):
-                losses.append(subject.measure({**batch, subject.variable: moved})["loss"])
+                losses.append(subject.measure({**batch, subject.variable: shifted})["loss"])
         return (losses[0] - losses[1]) / (2 * step)
 
     with Recorder() as record:
@@ -239,9 +239,9 @@ def extreme_ratios(subject: Subject, batch: Batch) -> Pairs:
     single = {n: c.float() if c.dtype == torch.float64 else c for n, c in batch.items()}
     side = torch.tensor([1.0, 0.0]) if subject.variable == "log_probs" else 1.0
     for far in (100.0, -100.0):  # a log-prob stays below zero
-        moved = {**single, subject.variable: single[subject.variable] + far * side}
-        log_probs = {n: c - max(far, 0) for n, c in moved.items() if "log_prob" in n}
-        yield from _finite(f"with log-ratios of {far:g}", subject.measure({**moved, **log_probs}))
+        shifted = {**single, subject.variable: single[subject.variable] + far * side}
+        log_probs = {n: c - max(far, 0) for n, c in shifted.items() if "log_prob" in n}
+        yield from _finite(f"with log-ratios of {far:g}", subject.measure({**shifted, **log_probs}))
 
 
 def nan_outside(subject: Subject, batch: Batch) -> Pairs:

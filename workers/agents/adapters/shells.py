@@ -161,7 +161,7 @@ class LocalShell:
     ) -> Done:
         """Run a script with bash; its errors are in its output."""
         env = {**os.environ, **(variables or {})}
-        done = _call(["bash", "-c", self._here(script)], cwd=self._workdir, env=env)
+        done = _call(["bash", "-c", self._with_local_paths(script)], cwd=self._workdir, env=env)
         done.stdout = done.stdout.replace(self._home, "")
         return done
 
@@ -171,12 +171,14 @@ class LocalShell:
         shutil.copytree(folder, tests)
         for file in tests.rglob("*"):
             with suppress(UnicodeDecodeError, IsADirectoryError):
-                file.write_text(self._here(file.read_text(encoding="utf-8")), encoding="utf-8")
+                file.write_text(
+                    self._with_local_paths(file.read_text(encoding="utf-8")), encoding="utf-8"
+                )
 
     def close(self) -> None:
         """Do nothing, because the sandbox removes the folders."""
 
-    def _here(self, text: str) -> str:
+    def _with_local_paths(self, text: str) -> str:
         """Return the text with the task's paths replaced by the trajectory's folders."""
         return self._paths.sub(lambda path: self._home + path[0], text)
 

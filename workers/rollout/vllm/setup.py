@@ -408,11 +408,11 @@ def expected_weights(model_path: str, reads_images: bool = False) -> ExpectedWei
     named = model.named_parameters(remove_duplicate=False)
     tied = {name: first[id(parameter)] for name, parameter in named if name not in shapes}
     vocab_size = model.config.get_text_config().vocab_size
-    unread = frozenset(_after_features(model) if reads_images else tower_weights(model))
+    unread = frozenset(_unread_tower_weights(model) if reads_images else tower_weights(model))
     return ExpectedWeights(shapes, tied, vocab_size, CheckpointFormat(model, lambda: True), unread)
 
 
-def _after_features(model: Any) -> set[str]:
+def _unread_tower_weights(model: Any) -> set[str]:
     """Return the weights of a tower's layers after the last one whose features the model reads."""
     chosen = getattr(model.config, "vision_feature_layer", None)
     if chosen is None:
