@@ -91,7 +91,7 @@ def draw() -> str:
     """Return the picture."""
     parts = [box(24, 16, WIDTH - 48, 62, DRIVER)]
     parts += [text(WIDTH / 2, 41, "Driver: one Python process", 16, "#fff", font_weight="600")]
-    stages = "step: generate, score, estimate advantages, update, sync weights"
+    stages = "step: sample, score, estimate advantages, update, sync weights"
     parts += [text(WIDTH / 2, 63, stages, 14, "#fff")]
     for pool in POOLS:
         parts += [arrow(f"M{pool.center} 80 V{TOP - 6}", both=True), *draw_pool(pool)]
