@@ -16,7 +16,7 @@ from tests.integration.runs import POLICY_ALONE, overrides, with_experts, write_
 from tests.workers.models.vision import picture, write_model
 from tests.workers.samples import started, tiny_config
 from trainer import load_config, run
-from trainer.ppo import update
+from trainer.ppo import updating
 from trainer.ppo.stages import PPOTrainer
 from trainer.ppo.updating import add_chosen_tokens
 from trainer.rollouts.samples import EXTRA
@@ -60,7 +60,7 @@ class Recorder:
             method = name.partition(".")[2]
             patch.setattr(cls, method, self.recording_result(name, getattr(cls, method)))
         patch.setattr(PPOTrainer, "generate", self.recording_argument(PPOTrainer.generate))
-        patch.setattr(update, "add_chosen_tokens", self.recording_samples)
+        patch.setattr(updating, "add_chosen_tokens", self.recording_samples)
 
     def recording_result(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
