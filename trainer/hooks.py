@@ -81,7 +81,7 @@ class Hooks:
         """Called before a step, whose number is `self.global_step`."""
 
     def on_stage_begin(self, stage: str, batch: DataProto | None) -> None:
-        """Called before a stage with its input `batch`, or None for a stage without one."""
+        """Called before a stage, such as "score", with its input, or None if it has no input."""
 
     def on_stage_end(self, stage: str, result: Any) -> None:
         """Called after a stage with its result."""

@@ -159,7 +159,7 @@ class DroppedCharacters:
         if not self.counts:
             return
         named = [f"{letter!r} ({count})" for letter, count in self.counts.most_common(MOST_NAMED)]
-        more = ", ..." if len(self.counts) > MOST_NAMED else ""
+        ellipsis = ", ..." if len(self.counts) > MOST_NAMED else ""
         logger.warning(
             "%s: the tokenizer of %s drops %d characters, because it has neither tokens for them "
             "nor an unknown token: %s%s. The model does not see them. Use a tokenizer that has "
@@ -168,5 +168,5 @@ class DroppedCharacters:
             self._tokenizer.name_or_path,
             self.counts.total(),
             ", ".join(named),
-            more,
+            ellipsis,
         )

@@ -182,8 +182,9 @@ def checkpoint_format(model_path: str) -> CheckpointFormat:
     model = meta_class(read_hf_config(model_path))
 
     def has_level() -> bool:
-        own = {name for name, _ in named_state(model)}  # a tower itself may have that name
-        return any(f".{TOWER}." in name and name not in own for name in _names_in(Path(model_path)))
+        # a tower itself may have that name
+        others = {*_names_in(Path(model_path))} - {name for name, _ in named_state(model)}
+        return any(f".{TOWER}." in name for name in others)
 
     return CheckpointFormat(model, has_level)
 
