@@ -6,7 +6,7 @@ It prints a line per pair, and the totals: first stage right, cause named, none 
 `trl` need verl 0.9.1 and TRL 1.16:
 
     uv pip install --no-deps --target peers verl==0.9.1 trl==1.16 tensordict codetiming accelerate
-    PYTHONPATH=peers python -m tests.trainer.tools.bisect.pairs
+    PYTHONPATH=.:peers python -m tests.trainer.tools.bisect.pairs
 """
 
 from __future__ import annotations
