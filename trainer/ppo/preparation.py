@@ -18,19 +18,21 @@ from trainer.config.checks import (
 from trainer.config.devices import check_offload, devices_of
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
+from trainer.groups.worker_groups import worker_class
 from trainer.observers.alarms import ALARM_RULES
 from trainer.ppo.checks import check_named_rewards, check_players
 from trainer.ppo.compute_advantage import check_columns
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes, plan_text
 from trainer.ppo.metrics import compute_data_metrics
-from trainer.ppo.roles import models_of
+from trainer.ppo.roles import models_of, recipe_workers
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.updating import make_ptx_loader
 from trainer.rollouts import preflight
 from trainer.rollouts.reward_checks import reject_wrong_results, try_rewards
 from trainer.run_folder.metrics import headline
 from trainer.run_recipe import RunRecipe
+from verl_like.errors import ConfigError
 from workers.config import critic_optim, has_environment, replays_routing, scores_by_rule
 from workers.models.folder import check_same_tokenizer, set_template_variables
 from workers.models.memory_shapes import check_adapter, meta_model
@@ -139,6 +141,12 @@ def check_models(config: PPOConfig) -> None:
         preflight.check_model(config, model.key, model.model.path)
         check_axes_of(config, role, model)
         if model.trains:
+            if model.mini_batch is None and config.kind_of(role) in recipe_workers():
+                raise ConfigError(
+                    f"role_workers.{role}: role_model of {worker_class(config, role).__name__} "
+                    "sets no mini_batch, so an update would be one optimizer step. Pass mini_batch "
+                    "and epochs, or change the result of super().role_model by dataclasses.replace."
+                )
             check_adapter(model.model, model.head)
             check_checkpoint_of(config, role, model)
         elif model.head == "token":

@@ -19,6 +19,8 @@ from trainer.ppo.sizes import batch_table
 from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
 from workers.columns import COLUMNS, reads_of
+from workers.roles.actor import ActorWorker
+from workers.training.role_model import RoleModelSpec
 
 METHOD = "judge.compute_judge_log_prob"
 JUDGED = COLUMNS.pop("judge_log_prob")  # added when the class was imported
@@ -84,4 +86,21 @@ def test_a_step_calls_the_role_and_the_role_can_be_replaced(tiny_dir: Path, tmp_
 def test_a_missing_model_folder_is_named_by_its_key(tiny_dir: Path, tmp_path: Path) -> None:
     config = config_with_judge(tiny_dir, tmp_path, "judge.path=nowhere")
     with pytest.raises(ConfigError, match="judge.path"):
+        check_models(config)
+
+
+class WithoutMiniBatches(ActorWorker):
+    """An actor whose model does not say in which mini-batches it trains."""
+
+    @classmethod
+    def role_model(cls, config: Any, role: str = "actor") -> RoleModelSpec:
+        return replace(super().role_model(config, role), mini_batch=None)
+
+
+def test_an_actor_without_a_size_of_mini_batches_is_rejected(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    setting = f"role_workers.actor={__name__}.WithoutMiniBatches"
+    config = config_with_judge(tiny_dir, tmp_path, setting)
+    with pytest.raises(ConfigError, match="WithoutMiniBatches sets no mini_batch.*Pass mini_batch"):
         check_models(config)
