@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def update_twice(one_layer_dir: Path) -> tuple[list[tuple[float, int, bool]], st
                 math.isfinite(metrics["actor/pg_loss"]),
             )
         )
-    actor.config.ppo_mini_batch_size = 4
+    actor.engine.settings = replace(actor.engine.settings, mini_batch=4)
     before = actor.weights_checksum()
     for _ in range(5):
         actor.update_actor(broken)
