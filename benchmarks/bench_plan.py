@@ -26,7 +26,7 @@ from trainer.cli.plan import job_of
 from trainer.tools.planner.job import sizes_of
 from workers.config.model import FSDPConfig, ModelConfig, ParallelConfig
 from workers.memory import GIB, LargestPass, memory_of
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 PUBLISHED = Path(__file__).with_name("published")
 NEAR = 1.15

@@ -222,7 +222,7 @@ def set_up(folder: str, case: Case) -> tuple[Any, Any, Methods]:
     """
     from workers.parallel import sharding
     from workers.training import attention, lm_head
-    from workers.training import model as model_module
+    from workers.training import sharded_model as model_module
 
     model_module.cpu_kernels = lambda _: nullcontext()
     attention._attention = plain_attention

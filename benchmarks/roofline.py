@@ -275,7 +275,7 @@ def goals() -> None:
     from trainer.cli.plan import job_of
     from workers.config import ModelConfig
     from workers.parallel.sharding import ParallelDims
-    from workers.training.role_model import RoleModelSpec
+    from workers.training.role_model_spec import RoleModelSpec
 
     rows, gpus = StepRows(256, 256, 256, [768]), Gpus(DEVICES["H100"], 8, 8)
     with tempfile.TemporaryDirectory() as folder:

@@ -21,7 +21,7 @@ from typing import Any
 from verl_like.backends.rpc import ProcessTransport, Requests, receive, send
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.deadlines import Deadlines
-from verl_like.calls.wire import Call, Header, Pending, unpack
+from verl_like.calls.messages import Call, Header, Pending, unpack
 from verl_like.process.info import ProcessInfo
 
 Meshes = Mapping[str, Mapping[str, tuple[int, bool]]]

@@ -19,7 +19,7 @@ from simulated import Answer, Later, Meshes, Simulated, batch_answer, filled, pa
 from verl_like import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.calls import result as form
-from verl_like.calls.wire import Call, Pending
+from verl_like.calls.messages import Call, Pending
 from verl_like.process.info import ProcessInfo
 from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.sample import Sample

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from omegaconf import OmegaConf
 
 from trainer.cli.plan_sections import doc_parts
+from trainer.ppo.advantage_inputs import SETTINGS, columns_read
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
-from trainer.ppo.compute_advantage import SETTINGS, columns_read
 from trainer.ppo.recipe import PPO
 from verl_like.config_key import arguments_of
 from workers.losses.registry import POLICY_LOSSES, traits_of

@@ -41,7 +41,7 @@ from trainer.cli.plan_sections import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
-from trainer.ppo import verl
+from trainer.ppo import verl_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
@@ -556,7 +556,7 @@ def _here(row: FlagRow) -> str:
 def verl_rows() -> list[list[str]]:
     """(there, here) of verl's keys that have another name, or no counterpart, here."""
     fields = {key.rules.verl: key.name for key in config_keys(PPOConfig) if key.rules.verl}
-    table = verl.tables()
+    table = verl_keys.tables()
 
     def without(name: str) -> str:
         lays_out = any(fnmatchcase(name, pattern) for pattern in table.lays_out)
@@ -568,7 +568,7 @@ def verl_rows() -> list[list[str]]:
         here[name] = f"changes nothing at {listed}; else {without(name)}: {row['else']}"
     here |= {name: f"{without(name)}: {way_out}" for name, way_out in table.not_here.items()}
     for name in table.lays_out:
-        if name not in here and (outcome := verl.translate_key(name.replace("*", "x"), "any")):
+        if name not in here and (outcome := verl_keys.translate_key(name.replace("*", "x"), "any")):
             here[name] = f"dropped: {outcome.rejected}"
     return sorted([f"`{name}`", text] for name, text in here.items())
 

@@ -31,7 +31,7 @@ from trainer.config.keys import config_keys, known_arguments, named_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.settings import jobs_of, unknown_key
 from trainer.launch import ALL_FOUND, nominal_placement
-from trainer.ppo.verl import renamed
+from trainer.ppo.verl_keys import renamed
 from trainer.recipe_command import is_setting
 from trainer.serve.recipe import SERVE
 from trainer.tools.evaluation.recipe import EVAL

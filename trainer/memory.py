@@ -27,7 +27,7 @@ from workers.memory import (
     usable_bytes,
 )
 from workers.parallel.sharding import dims_of
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 C = TypeVar("C", bound=RunConfig)
 

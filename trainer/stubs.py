@@ -33,8 +33,8 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.dispatch import Registration
 from verl_like.calls.group import BoundMethod, WorkerGroup
+from verl_like.calls.messages import BOTH, METRICS
 from verl_like.calls.result import CallResult
-from verl_like.calls.wire import BOTH, METRICS
 from verl_like.config_key import changed
 from verl_like.placement.pools import expand_roles
 from workers.columns import COLUMNS, Column, columns_of, format_like
@@ -301,6 +301,7 @@ class StubMethod(BoundMethod):
         return StubFuture(groups, number, result)
 
     def _result(self, batches: Sequence[DataProto]) -> Any:
+        """Return a result of the type, and with the columns, that the method declares."""
         method, group = self.call.method, self.group
         if method == "submit":
             group.submitted += batches

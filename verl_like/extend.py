@@ -67,15 +67,15 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rollout.sample import Sample as Sample
     from workers.rollout.sampling import sample_seed as sample_seed
     from workers.rollout.vllm.worker import WorkerExtension as WorkerExtension
+    from workers.training.checkpoint_calls import CheckpointMixin as CheckpointMixin
     from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget
     from workers.training.microbatch import MiniBatch as MiniBatch
     from workers.training.optim import LR_SCHEDULES as LR_SCHEDULES
     from workers.training.optim import OPTIMIZERS as OPTIMIZERS
     from workers.training.optim import OptimStepSettings as OptimStepSettings
     from workers.training.optim import lr_factor as lr_factor
-    from workers.training.role_model import RoleModelSpec as RoleModelSpec
+    from workers.training.role_model_spec import RoleModelSpec as RoleModelSpec
     from workers.training.row_scores import ScoreTrainEngine as ScoreTrainEngine
-    from workers.training.saves import CheckpointMixin as CheckpointMixin
     from workers.weights.module_writer import ModuleWriter as ModuleWriter
 
 [_MODULE_OF] = names_by_block(__file__)

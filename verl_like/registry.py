@@ -180,6 +180,7 @@ def check_file(path: Path, subject: str) -> None:
 
 
 def _module_of_file(path: Path, subject: str) -> ModuleType:
+    """Import a user's file; return the loaded module if the file has not changed since."""
     check_file(path, subject)
     name, path = f"user_code_{path.stem}", path.resolve()
     state = str(path), path.stat().st_mtime_ns

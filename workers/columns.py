@@ -170,8 +170,8 @@ def batch_columns(
 ) -> Callable[[F], F]:
     """Declare the columns that a role's method may read, and those that it writes.
 
-    Written columns that the table lists for this method need not be declared. `scores` is for
-    methods that the score stage calls.
+    Columns that `COLUMNS` already lists for a method of this name need not be declared as written.
+    `scores` is for methods that the score stage of PPO calls.
 
     Example:
 

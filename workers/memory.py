@@ -31,7 +31,7 @@ from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.tensor_files import LEAST_BYTES
 from workers.parallel.sharding import ParallelDims, dims_of, is_one_unit
 from workers.training.lm_head import positions_per_chunk
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 GIB = 2**30
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workers.parallel.placements import local_part
 from workers.roles.actor import ActorWorker
-from workers.training import model
+from workers.training import sharded_model
 
 
 @contextmanager
@@ -46,4 +46,4 @@ class OffloadingActor(ActorWorker):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.world_size > 1:  # one process is that of the tests
-            model.resident = resident
+            sharded_model.resident = resident

@@ -10,7 +10,7 @@ from tests.integration.published import write_published
 from tests.integration.runs import POLICY_ALONE, assert_same_numbers, two_steps, with_experts
 from verl_like.errors import ConfigError
 from workers.config import ParallelConfig
-from workers.training.parts.load_balancing import check_routers
+from workers.training.model_parts.load_balancing import check_routers
 
 POLICY = "actor_rollout_ref"
 SECTIONS = (f"{POLICY}.actor", f"{POLICY}.ref", "critic")

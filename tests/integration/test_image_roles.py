@@ -22,7 +22,7 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.reward_model.step import RewardModelTrainer
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 ROLES = (
     "algorithm.adv_estimator=gae",

@@ -13,7 +13,7 @@ from trainer.async_training.recipe import ASYNC
 from trainer.async_training.samplers import BatchSampler
 from trainer.launch import check_trainer
 from trainer.ppo import PPOTrainer
-from trainer.ppo.compute_advantage import check_columns
+from trainer.ppo.advantage_inputs import check_columns
 from trainer.run_folder.tracking import make_tracking
 from verl_like.config_key import changed
 from verl_like.errors import ConfigError

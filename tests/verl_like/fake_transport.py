@@ -9,8 +9,8 @@ from typing import Any
 from tests.verl_like.sample_workers import Modes
 from verl_like import WorkerGroup
 from verl_like.calls.deadlines import Deadlines
+from verl_like.calls.messages import Pending
 from verl_like.calls.transport import Transport
-from verl_like.calls.wire import Pending
 from verl_like.process.host import WorkerHost
 from verl_like.process.info import ProcessInfo
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.verl_like.fake_transport import Done, FakeTransport
 from verl_like import WorkerGroup
-from verl_like.calls.wire import Pending
+from verl_like.calls.messages import Pending
 from verl_like.errors import WorkerDiedError
 
 NEVER = 1_000_000

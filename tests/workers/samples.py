@@ -25,8 +25,8 @@ from workers.config import (
     WorkersConfig,
 )
 from workers.parallel.sharding import dims_of
-from workers.training.parts import check_axes
-from workers.training.role_model import RoleModelSpec
+from workers.training.model_parts import check_axes
+from workers.training.role_model_spec import RoleModelSpec
 
 PROMPT, RESPONSE, VOCAB = 6, 5, 50
 

@@ -62,6 +62,7 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
 
 
 def _called(function: Any, roles: Sequence[str]) -> Any:
+    """Call a function without arguments and return its model, or its dict of models by role."""
     name = getattr(function, "__name__", repr(function))
     wanted = f"the {roles[0]}'s model, or a dict of {', '.join(roles)}"
     if len(roles) == 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import shlex
 import shutil
@@ -35,7 +36,7 @@ from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.folder import committed, read_marker
 from trainer.run_folder.result import RunResult
-from verl_like.calls.wire import RAISED_IN
+from verl_like.calls.messages import RAISED_IN
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.files import make_private
 from verl_like.process.sandbox import reject_nested_run
@@ -93,6 +94,13 @@ class PythonRun:
     """Key of data -> the parameter of the call."""
     _columns: Sequence[str] | None = None
     """The columns of prompts in memory that a reward function may read."""
+
+    def __init_subclass__(cls) -> None:
+        """Show the arguments in the docstring of the class, where `help` starts."""
+        super().__init_subclass__()
+        _, heading, arguments = (inspect.getdoc(cls.__init__) or "").partition("\n\nArgs:\n")
+        if cls.__doc__ and heading:
+            cls.__doc__ = inspect.cleandoc(cls.__doc__) + heading + arguments
 
     def __init__(
         self,
@@ -252,6 +260,7 @@ class PythonRun:
             return run(self._config(length), callbacks=self.callbacks)
 
     def _config(self, length: Mapping[str, int]) -> RunConfig:
+        """Return the checked configuration, and log each notice once."""
         defaults = overrides_of(self._defaults)
         try:
             settings = overrides_of(flat_settings(self._recipe.schema, self._settings(length)))

@@ -349,6 +349,7 @@ class ExperienceBuffer:
                 checks_at = now + max(LOOK_S, (time.monotonic() - now) / LOOK_SHARE)
 
     def _raise_if_nobody_can_go_on(self) -> None:
+        """Raise if no samples are in flight and all generators are idle."""
         if self.chunks.in_flight or self._idle < self._generators:
             return
         wanted, queued = self._demand.num_samples, num_samples_of(self.chunks.ready)

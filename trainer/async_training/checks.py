@@ -7,8 +7,8 @@ from trainer.async_training.topology import ANY_RANK, CRITIC_COPY, TRAINER_POOL,
 from trainer.config.checks import check_fields
 from trainer.config.unused_keys import notice_of, unused_reason
 from trainer.groups.worker_groups import worker_class
-from trainer.ppo.checks import reject
-from trainer.ppo.compute_advantage import compares_with_greedy
+from trainer.ppo.advantage_inputs import compares_with_greedy
+from trainer.ppo.config_errors import reject
 from trainer.ppo.filters import active_filters
 from trainer.rollouts.preflight import check_rollout
 from trainer.run_folder.resume import ResumePoint

@@ -92,6 +92,10 @@ class Generator:
             self._thread.join(seconds)
 
     def _run(self) -> None:
+        """Generate until the buffer closes: take weights, submit prompts and take finished samples.
+
+        A generator whose process dies is replaced. The buffer gets the error that ends this thread.
+        """
         failure: BaseException | None = None
         try:
             if self._role not in self._groups:

@@ -182,6 +182,7 @@ def main(arguments: Sequence[str]) -> None:
     full = options.full or options.measured
 
     def start(config: RunConfig, recipe: Recipe[Any], settings: Sequence[str]) -> RunResult:
+        """Check the configuration, rehearse if asked, and print the command of the run."""
         plan = partial(full_plan, measured=options.measured, recipe=recipe, settings=settings)
         result = check(config, plan=plan if full else None)
         if options.rehearse:

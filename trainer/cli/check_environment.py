@@ -166,6 +166,7 @@ def play(
 
 
 def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
+    """Return a line per turn of a trajectory, with its time, and the time of a step."""
     lines = []
     for turn, (answer, seconds) in enumerate(zip(played.answers, played.seconds, strict=True)):
         observed = heard(answer)

@@ -27,7 +27,7 @@ from typing import Any
 
 from trainer.config.keys import leaf_keys
 from trainer.config.settings import overrides_of
-from trainer.ppo.verl import renamed
+from trainer.ppo.verl_keys import renamed
 from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel, find_loadable
 from trainer.tools.evaluation.recipe import EVAL, EvaluationConfig

@@ -93,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _function(options: argparse.Namespace) -> FunctionSpec:
+    """Return the reward function that the options name, or the built-in rules."""
     known = [field.name for field in fields(Sandbox)]
     unknown = sorted(set(options.sandbox) - set(known))
     if unknown:

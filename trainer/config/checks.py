@@ -21,7 +21,7 @@ from verl_like.registry import registry_of
 from workers.parallel.sharding import Sharding, dims_of
 
 if TYPE_CHECKING:
-    from workers.training.role_model import RoleModelSpec
+    from workers.training.role_model_spec import RoleModelSpec
 
 
 def check_fields(config: RunConfig) -> None:
@@ -137,7 +137,9 @@ def check_axes_of(config: RunConfig, role: str, model: RoleModelSpec) -> None:
         sharding = model.sharding
         dims = dims_of(ranks, sharding)
         if max(dims.sp, dims.tp, dims.pp, dims.ep) > 1:
-            from workers.training.parts import check_axes  # slow: imports the engine, about 1 s
+            from workers.training.model_parts import (
+                check_axes,  # slow: imports the engine, about 1 s
+            )
 
             schedule = sharding.pp_schedule
             check_axes(model.meta_module, model.model, dims, model.axes_key, schedule)

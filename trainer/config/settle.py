@@ -289,6 +289,7 @@ def _unused_pool(
 
 
 def _check_roles(config: RunConfig, own_roles: Sequence[str], inactive: Mapping[str, str]) -> None:
+    """Raise unless each role has a pool and a worker class, and each worker class has a role."""
     roles = expand_roles(config.role_mapping)
 
     for role in own_roles:

@@ -284,6 +284,7 @@ def _check_file(path: Path, key: str) -> None:
 def _custom_rows(
     config: DataConfig, files: Sequence[str], tokenizer: Any
 ) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) for each row of the user's dataset `data.custom_cls`."""
     custom = config.custom_cls
     make = load_from(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name")
     call = CallSignature(by_name=("data_files", "tokenizer", "config"))

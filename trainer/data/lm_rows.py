@@ -189,6 +189,7 @@ def encode_rows(
 
 
 def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
+    """Yield the encoded rows of a table in the cache."""
     for block in entry.table.to_batches():
         sides_of_rows = block.column("ids")
         ids = sides_of_rows.values.values.to_numpy()
@@ -412,6 +413,11 @@ def _check_chat(messages: Any) -> None:
 
 
 def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
+    """Return a chat's tokens, with the tokens of the assistant in the loss.
+
+    If the chat template marks them with `{% generation %}`, its marks are used. Otherwise their
+    positions in the rendered text are.
+    """
     from jinja2 import TemplateError
 
     messages, template = row["messages"], tokenizer.chat_template

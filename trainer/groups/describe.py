@@ -12,7 +12,7 @@ from trainer.groups.nodes import joined_cluster, needs_of_pools
 from verl_like.placement.plan import NEARNESS, Placement, PoolPlan
 from verl_like.placement.pools import NodeSpec
 from workers.parallel.sharding import dims_of
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 
 def describe_devices(config: RunConfig) -> str:

@@ -52,6 +52,8 @@ class Account:
 
 @dataclass
 class _Open:
+    """A sample that is not yet accounted for."""
+
     account: int
     state: str = IN_FLIGHT
     tokens: int = 0

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.ppo.compute_advantage import truncated_rows
+from trainer.ppo.advantage_inputs import truncated_rows
 from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.registry import Registry

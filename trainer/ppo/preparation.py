@@ -20,9 +20,9 @@ from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.worker_groups import worker_class
 from trainer.observers.alarms import ALARM_RULES
-from trainer.ppo.checks import check_named_rewards, check_players
-from trainer.ppo.compute_advantage import check_columns
+from trainer.ppo.advantage_inputs import check_columns
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.config_errors import check_named_rewards, check_players
 from trainer.ppo.memory import check_memory, fit_passes, plan_text
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.roles import models_of, recipe_workers
@@ -179,7 +179,7 @@ def check_models(config: PPOConfig) -> None:
         elif engine == "vllm":
             preflight.check_vllm(config, reads_images=False)
     if policy.actor.router_aux_loss_coef > 0:
-        from workers.training.parts import load_balancing  # slow import: loads the engine
+        from workers.training.model_parts import load_balancing  # slow import: loads the engine
 
         load_balancing.check_routers(policy.model.path, config.axes(policy.actor.parallel))
     if replays_routing(policy):

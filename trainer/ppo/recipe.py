@@ -39,7 +39,7 @@ from trainer.config import compose
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl import settings_of_configuration, translate
+from trainer.ppo.verl_keys import settings_of_configuration, translate
 from verl_like.config_key import changed
 from verl_like.registry import registry_of
 from workers.config import RolloutCorrectionConfig, has_environment, model_rewards
@@ -161,8 +161,8 @@ def needs_correction(config: PPOConfig) -> str:
 
 def check(config: PPOConfig) -> list[str]:
     """Run the checks across PPO's keys, and return warnings about them."""
-    from trainer.ppo.checks import reject  # slow import: loads torch
-    from trainer.ppo.contradictions import contradictions
+    from trainer.ppo.config_errors import reject  # slow import: loads torch
+    from trainer.ppo.config_warnings import contradictions
 
     reject(config)
     return [f"warning [{name}]: {text}" for name, text in contradictions(config)]

@@ -20,7 +20,7 @@ from verl_like.calls.dispatch import registered_methods
 from verl_like.placement.pools import expand_roles
 from verl_like.registry import load_object
 from workers.columns import columns_of
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 if TYPE_CHECKING:
     from workers.config import RolloutConfig

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer.ppo.advantage_inputs import compares_with_greedy
 from trainer.ppo.advantages.groups import Groups
-from trainer.ppo.compute_advantage import compares_with_greedy
 from trainer.ppo.config import AlgorithmConfig, FilterGroupsConfig, PPOConfig
-from trainer.ppo.estimation import clamp_scores
+from trainer.ppo.rewards_to_advantages import clamp_scores
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import concat_rows, read_named_reward, repeat_prompts
 from verl_like.batch.protocol import DataProto

@@ -5,7 +5,7 @@ Old log-probs are the trainer's log-probs of the samples before the update.
 
 from __future__ import annotations
 
-from trainer.ppo.compute_advantage import columns_read
+from trainer.ppo.advantage_inputs import columns_read
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import corrects
 from trainer.ppo.roles import Scoring, scorings_of

@@ -16,7 +16,7 @@ from verl_like.placement.pools import expand_roles
 from verl_like.terminal import draw_table
 from workers.config import model_rewards, tokens_per_pass
 from workers.parallel.sharding import ParallelDims, dims_of
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 if TYPE_CHECKING:
     from trainer.stubs import CallNode

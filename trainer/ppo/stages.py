@@ -5,8 +5,8 @@
 
 Calls separated by `‖` are futures: roles on different pools run at the same time, roles on one pool
 take turns. Placement is configuration. The formulas of the stages are in `sampling`, `scoring`,
-`estimation`, `updating` and `weight_sync`, and those of a validation in `validation`. The loop
-around a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
+`rewards_to_advantages`, `updating` and `weight_sync`, and those of a validation in `validation`.
+The loop around a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from trainer.data.prompts import PromptLoader
 from trainer.loop import Trainer
 from trainer.ppo import preparation, sampling, scoring, updating, weight_sync
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.estimation import Estimation
 from trainer.ppo.filters import active_filters
 from trainer.ppo.metrics import speed
+from trainer.ppo.rewards_to_advantages import Estimation
 from trainer.rollouts import rollouts, samples
 from trainer.run_state import Metrics, Run
 from verl_like.batch.protocol import DataProto

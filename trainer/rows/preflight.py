@@ -23,7 +23,7 @@ from workers.memory import LargestPass, RoleMemory
 from workers.models.load import check_weights
 from workers.models.memory_shapes import check_adapter
 from workers.parallel.sharding import ParallelDims, dims_of
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 R = TypeVar("R", bound=RowConfig)
 

@@ -200,6 +200,7 @@ class RemoteRun:
             raise ConfigError(f"{KEY}={self.remote.url} was just taken by another run.")
 
     def _is_alive(self, there: dict[str, Any]) -> bool:
+        """Return whether the run of this lock is alive, by its process or a later heartbeat."""
         is_here = there.get("host") == self._owner["host"]
         if is_here and not Path(f"/proc/{there.get('pid')}").exists():
             return False

@@ -175,6 +175,7 @@ class ResumePoint:
         return None
 
     def _load(self, start: Path, groups: Any) -> dict[str, Any]:
+        """Load the roles and the random state; return the trainer's state, which is checked."""
         gather(*(groups[role].load_checkpoint.remote(str(start / role)) for role in groups))
         from verl_like.process.random_state import load_random_state
 
@@ -265,6 +266,7 @@ class ResumePoint:
         return None
 
     def _resume_path(self) -> Path:
+        """Return the checkpoint `resume_from_path`; raise if it is damaged or newer ones exist."""
         assert self.trainer.resume_from_path is not None, (
             "the checks reject resume_mode=resume_path without a path"
         )

@@ -87,6 +87,7 @@ class StopSignals:
             raise RunInterrupted(self.received, where)
 
     def _take(self, number: int, _: FrameType | None) -> None:
+        """Handle a signal: the first ends the run after the step, the second at once."""
         now = time.monotonic()
         if number == self._last and now - self._last_at < SAME_S:
             return

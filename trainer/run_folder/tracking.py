@@ -103,6 +103,10 @@ class Console:
         """The lines of the last step that are not printed yet."""
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
+        """Show a step's metrics in the progress bar, or print them on a line.
+
+        Lines of steps without scores are printed at most every `EVERY_S` seconds.
+        """
         numbers, scores = numbers_of(metrics, self._headline), scores_of(metrics)
         text = "  ".join(numbers)
         if self._has_bar:

@@ -17,7 +17,7 @@ from trainer.serve.sampling import SampleRequest, ServedSampler
 from trainer.serve.training_ops import ServedModel, TrainingOps, path_of_snapshot
 from trainer.serve.work_queue import WorkQueue
 from workers.training.optim import OptimStepSettings
-from workers.training.states import BASE
+from workers.training.trained_states import BASE
 
 ABANDONED_S = 120.0
 """A session without a request for this long gives its place to another; the SDK sends a heartbeat
@@ -120,6 +120,7 @@ class TrainingHandlers:
         adam_params: b.Adam | None = None,
         optimizer_params: None = None,
     ) -> JsonObject:
+        """Take an optimizer step with the accumulated gradients of a model."""
         model, adam = self.sessions.model(model_id), adam_params or b.Adam()
         settings = OptimStepSettings(
             lr=adam.learning_rate,
@@ -205,6 +206,7 @@ class SamplingHandlers:
         base_model: str | None = None,
         model_path: str | None = None,
     ) -> JsonObject:
+        """Create a sampling session of a base model or of saved weights."""
         session = self.sessions.find(session_id)
         name = f"{session_id}:sample:{sampling_session_seq_id}"
         if model_path is None:

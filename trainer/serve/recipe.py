@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.ppo.config import AlgorithmConfig
-from trainer.ppo.verl import translate
+from trainer.ppo.verl_keys import translate
 from verl_like.config_key import Section, config_field
 from verl_like.errors import ConfigError
 from verl_like.files import is_remote

@@ -31,7 +31,7 @@ from verl_like.errors import ConfigError
 from workers.losses.token_sums import TokenSum
 from workers.roles.served import MASK, TrainsStates
 from workers.training.optim import OptimStepSettings
-from workers.training.states import BASE
+from workers.training.trained_states import BASE
 from workers.weights.sync import sync_weights
 
 ADAPTERS_IN_MEMORY, MODELS_IN_MEMORY = 16, 2

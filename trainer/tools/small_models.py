@@ -162,6 +162,7 @@ def _small_id(value: Any) -> Any:
 
 
 def _shrink_widths(fields: dict[str, Any]) -> None:
+    """Set the widths of a model's configuration to those of a small model."""
     heads = next(
         (fields[n] for n in ("num_attention_heads", "n_head", "num_heads") if fields.get(n)), 0
     )
@@ -213,6 +214,7 @@ def _small_limit(value: int, longest: int | None) -> int:
 
 
 def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | None) -> None:
+    """Fit the rotary parameters to the small heads and the short context."""
     original = rope.get("original_max_position_embeddings")
     if original:
         rope["original_max_position_embeddings"] = _small_limit(original, longest)

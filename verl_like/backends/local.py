@@ -23,8 +23,8 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import wait_for_start
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
+from verl_like.calls.messages import Call, Header, Pending
 from verl_like.calls.transport import AnswerPart, Transport, resolve
-from verl_like.calls.wire import Call, Header, Pending
 from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.child import start_child
@@ -42,6 +42,26 @@ class LocalWorkerGroup(WorkerGroup):
         pool = ResourcePool([2])                            # two processes on this machine
         group = LocalWorkerGroup(pool, ClassWithInitArgs(Adder, 1))
         group.add(data)                                     # a method with `@register`
+
+    Args:
+        resource_pool: a pool of one process runs in this process.
+        ray_cls_with_init: the worker's class, or the result of `create_colocated_worker_cls`.
+        name_prefix: the role's name, in messages and logs.
+        worker_env: environment variables of child processes.
+        deadlines: limits of the waits, in seconds; None takes the defaults.
+        seed: seed of the workers' random numbers.
+        log_dir: folder for a log per role and rank; None writes none.
+        master_port: port of the first rank's store; 0 chooses a free one.
+        device_name: "cpu", or in this process also "cuda".
+        neighbors: role -> worker in this process; groups that share the dict are siblings.
+        own_processes: start a child process for a pool of one process as well.
+        detached: must be False.
+
+    Raises:
+        PlacementError: `detached` is set, or roles clash.
+        ConfigError: a variable of `worker_env` is reserved, or the worker has no own process.
+        WorkerError: a process does not start in time, or dies.
+        Exception: whatever a constructor raises.
     """
 
     def __init__(
@@ -60,28 +80,7 @@ class LocalWorkerGroup(WorkerGroup):
         own_processes: bool = False,
         detached: bool = False,
     ) -> None:
-        """Start the processes and construct the roles.
-
-        Args:
-            resource_pool: a pool of one process runs in this process.
-            ray_cls_with_init: the worker's class, or the result of `create_colocated_worker_cls`.
-            name_prefix: the role's name, in messages and logs.
-            worker_env: environment variables of child processes.
-            deadlines: limits of the waits, in seconds; None takes the defaults.
-            seed: seed of the workers' random numbers.
-            log_dir: folder for a log per role and rank; None writes none.
-            master_port: port of the first rank's store; 0 chooses a free one.
-            device_name: "cpu", or in this process also "cuda".
-            neighbors: role -> worker in this process; groups that share the dict are siblings.
-            own_processes: start a child process for a pool of one process as well.
-            detached: must be False.
-
-        Raises:
-            PlacementError: `detached` is set, or roles clash.
-            ConfigError: a variable of `worker_env` is reserved, or the worker has no own process.
-            WorkerError: a process does not start in time, or dies.
-            Exception: whatever a constructor raises.
-        """
+        """Start the processes and construct the roles."""
         if detached:
             raise PlacementError(
                 "detached=True: processes of the local backend end with their driver. Use "

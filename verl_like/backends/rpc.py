@@ -38,8 +38,8 @@ import torch
 
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.diagnose import stack_by_signal
+from verl_like.calls.messages import Call, Pending
 from verl_like.calls.transport import AnswerPart, Transport
-from verl_like.calls.wire import Call, Pending
 from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
 from verl_like.process.host import WorkerHost
 from verl_like.process.info import ProcessInfo
@@ -272,6 +272,7 @@ def _accept(listening: socket.socket, key: bytes, host: WorkerHost) -> None:
 def _let_in(
     connected: socket.socket, listening: socket.socket, key: bytes, host: WorkerHost
 ) -> None:
+    """Serve a connection that sends the key, and then accept no other one."""
     connected.settimeout(KEY_S)
     sent = b""
     with contextlib.suppress(OSError):

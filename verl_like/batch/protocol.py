@@ -78,6 +78,16 @@ class DataProto:
         data = DataProto.from_dict({"input_ids": ids}, {"uid": uids}, {"temperature": 1.0})
         lengths = data.padded("input_ids").ne(0).sum(dim=-1)
         first, second = data.chunk(2)
+
+    Args:
+        batch: the dense tensor columns.
+        non_tensor_batch: columns of Python objects, as arrays or lists.
+        meta_info: information about all rows, such as the temperature.
+        ragged: tensor columns whose rows have different lengths.
+        shard: position of this chunk in the batch that it was split from.
+
+    Raises:
+        BatchError: the columns have different numbers of rows, or one is no tensor or array.
     """
 
     def __init__(
@@ -89,18 +99,7 @@ class DataProto:
         ragged: Mapping[str, RaggedTensor] | None = None,
         shard: Shard | None = None,
     ) -> None:
-        """Take these columns, which stay shared, and check that they have equally many rows.
-
-        Args:
-            batch: the dense tensor columns.
-            non_tensor_batch: columns of Python objects, as arrays or lists.
-            meta_info: information about all rows, such as the temperature.
-            ragged: tensor columns whose rows have different lengths.
-            shard: position of this chunk in the batch that it was split from.
-
-        Raises:
-            BatchError: the columns have different numbers of rows, or one is no tensor or array.
-        """
+        """Take these columns, which stay shared, and check that they have equally many rows."""
         self._dense = batch
         self._ragged = dict(ragged or {})
         self.non_tensor_batch = {

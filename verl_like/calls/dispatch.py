@@ -23,9 +23,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import join_chunks, split_into_parts, split_rows
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
+from verl_like.calls.messages import FutureChunk
 from verl_like.calls.result import declared_form
 from verl_like.calls.transport import Transport
-from verl_like.calls.wire import FutureChunk
 from verl_like.errors import BatchError, DispatchError, nearest
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -33,9 +33,9 @@ from verl_like.calls.dispatch import (
     registered_methods,
 )
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
+from verl_like.calls.messages import BOTH, METRICS, SHARED_BYTES, Call, Header, Packer
 from verl_like.calls.result import CallResult, collect_metrics, form_of
 from verl_like.calls.transport import Transport
-from verl_like.calls.wire import BOTH, METRICS, SHARED_BYTES, Call, Header, Packer
 from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
 from verl_like.process.info import ProcessInfo
 from verl_like.verl.groups import VerlGroup
@@ -47,16 +47,15 @@ class ClassWithInitArgs:
     Example:
 
         critic = ClassWithInitArgs(Critic, config, lr=1e-5)     # there: Critic(config, lr=1e-5)
+
+    Args:
+        cls: a subclass of `Worker`.
+        args: the constructor's positional arguments.
+        kwargs: its keyword arguments.
     """
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        """Store the class and the arguments, which are pickled for the process.
-
-        Args:
-            cls: a subclass of `Worker`.
-            args: the constructor's positional arguments.
-            kwargs: its keyword arguments.
-        """
+        """Store the class and the arguments, which are pickled for the process."""
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def roles(self, default: str) -> dict[str, ClassWithInitArgs]:

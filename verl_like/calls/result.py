@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.wire import BATCH, BOTH, METRICS, Header
+from verl_like.calls.messages import BATCH, BOTH, METRICS, Header
 from verl_like.errors import DispatchError
 
 CallMetrics = dict[str, Any]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from verl_like.calls.deadlines import CallTimes, Deadlines
-from verl_like.calls.wire import Call, Header, Pending
+from verl_like.calls.messages import Call, Header, Pending
 from verl_like.errors import WorkerDiedError, WorkerError
 from verl_like.process.info import ProcessInfo
 

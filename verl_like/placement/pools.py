@@ -147,6 +147,14 @@ class ResourcePool:
         pool = ResourcePool([2, 1])     # three processes on two nodes
         pool.world_size                 # 3
         pool.local_rank_list()          # [0, 1, 0]
+
+    Args:
+        process_on_nodes: processes per node; [1, 2] is three processes on two nodes.
+        max_colocate_count: groups that may share the pool, in Ray.
+        n_gpus_per_node: for verl's code, which reads it; it has no effect.
+
+    Raises:
+        PlacementError: a count in `process_on_nodes` is not an int of 1 or more.
     """
 
     def __init__(
@@ -155,16 +163,7 @@ class ResourcePool:
         max_colocate_count: int = 10,
         n_gpus_per_node: int = 8,
     ) -> None:
-        """Store the sizes; nothing starts.
-
-        Args:
-            process_on_nodes: processes per node; [1, 2] is three processes on two nodes.
-            max_colocate_count: groups that may share the pool, in Ray.
-            n_gpus_per_node: for verl's code, which reads it; it has no effect.
-
-        Raises:
-            PlacementError: a count in `process_on_nodes` is not an int of 1 or more.
-        """
+        """Store the sizes; nothing starts."""
         is_list = isinstance(process_on_nodes, Sequence) and len(process_on_nodes) > 0
         if not is_list or any(type(n) is not int or n < 1 for n in process_on_nodes):
             raise PlacementError(

@@ -30,8 +30,8 @@ from verl_like.batch.protocol import DataProto, Shard
 from verl_like.batch.split import count_real_rows
 from verl_like.calls.diagnose import SIGNAL, stacks_of_calls
 from verl_like.calls.dispatch import ATTRIBUTE, Registration
+from verl_like.calls.messages import Call, Header, RemoteError, UpstreamError, unpack
 from verl_like.calls.result import split_result
-from verl_like.calls.wire import Call, Header, RemoteError, UpstreamError, unpack
 from verl_like.errors import WorkerError
 from verl_like.masking import add_secrets
 from verl_like.process.info import (

@@ -266,7 +266,7 @@ class Worker:
         """Save a checkpoint; return True if files are still being written in the background.
 
         The driver calls this method if `trainer.async_save` is true; see
-        `workers.training.file_copies`.
+        `workers.training.checkpoint_copies`.
         """
         self.save_checkpoint(path, step)
         return False

@@ -34,6 +34,8 @@ def _bits_inside(values: Tensor, mask: Tensor) -> Tensor:
 
 
 class _ZeroOutside(torch.autograd.Function):
+    """Set values outside a mask to zero, and their gradients."""
+
     @staticmethod
     def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
         ctx.save_for_backward(mask)

@@ -106,6 +106,7 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def _from_messages(body: Body) -> Body:
+    """Return a request of Anthropic's Messages API as a chat request."""
     translated = ("system", "messages", "tools", "tool_choice", "stop_sequences")
     chat = {name: value for name, value in body.items() if name not in translated}
     chat.pop("context_management", None)
@@ -125,6 +126,7 @@ def _from_messages(body: Body) -> Body:
 
 
 def _from_message(message: Mapping[str, Any]) -> list[Body]:
+    """Return the chat messages of one message: results of tools, and then its text and calls."""
     content = message["content"]
     if isinstance(content, str):
         return [{"role": message["role"], "content": content}]
@@ -145,6 +147,7 @@ def _from_message(message: Mapping[str, Any]) -> list[Body]:
 
 
 def _message(completion: Body) -> Body:
+    """Return a chat completion as a message of Anthropic's API."""
     (choice, *_), usage = completion["choices"], completion["usage"]
     message = choice["message"]
     content: list[Body] = []
@@ -173,6 +176,7 @@ def _message(completion: Body) -> Body:
 
 
 def _message_events(answer: Body) -> list[Body]:
+    """Return a message as the events of Anthropic's stream, with one delta per block."""
     start = {**answer, "content": [], "stop_reason": None}
     events: list[Body] = [{"type": "message_start", "message": start}]
     for index, block in enumerate(answer["content"]):
@@ -202,6 +206,7 @@ OF_SERVER = ("include", "truncation", "background", "conversation", "client_meta
 
 
 def _from_responses(body: Body) -> Body:
+    """Return a request of OpenAI's Responses API as a chat request."""
     translated = ("instructions", "input", "tools", "tool_choice", "max_output_tokens", "text")
     chat = {name: value for name, value in body.items() if name not in (*translated, *OF_SERVER)}
     system, items = body.get("instructions"), body.get("input") or ()
@@ -243,6 +248,7 @@ def _from_responses(body: Body) -> Body:
 
 
 def _response(completion: Body) -> Body:
+    """Return a chat completion as a response of OpenAI's Responses API."""
     (choice, *_), usage = completion["choices"], completion["usage"]
     message, is_cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls", ())
@@ -285,6 +291,7 @@ def _response(completion: Body) -> Body:
 
 
 def _response_events(answer: Body) -> list[Body]:
+    """Return a response as the events of OpenAI's stream, with one delta per item."""
     start = {**answer, "status": "in_progress", "output": [], "usage": None}
     events: list[Body] = [
         {"type": "response.created", "response": start},

@@ -281,6 +281,7 @@ class Conversation:
         return future.result()
 
     def _answer_to(self, request: Request) -> tuple[str, dict[str, Any]]:
+        """Pass a request to the rollout; return the name and the content of its answer."""
         if self._session.is_over:
             raise RejectedRequest("the agent of this session has ended", status=404)
         event = self._event(request)
@@ -304,6 +305,10 @@ class Conversation:
         return name, answer
 
     def _event(self, request: Request) -> dict[str, Any]:
+        """Return the event that a request is for the rollout.
+
+        If the request extends the conversation of the last one, only the new messages are observed.
+        """
         read, messages = len(self._history), request.messages
         extends = (
             request.is_chat
@@ -498,6 +503,8 @@ def _size(text: str, base: int, before: int = 0) -> int:
 
 
 class _AgentHandler(BaseHTTPRequestHandler):
+    """Serves the requests of agents to their sessions."""
+
     server: AgentEndpoint
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise a response's body waits 40 ms for an ACK of its head
@@ -537,6 +544,7 @@ class _AgentHandler(BaseHTTPRequestHandler):
         return session, path.partition("?")[0]
 
     def _serve(self, session: AgentSession, path: str) -> None:
+        """Answer a request in its dialect, as JSON or as a stream."""
         if self.command == "GET":
             card = {"object": "model", "created": 0, "owned_by": "verl_like"}
             answers: dict[str, dict[str, Any]] = {
@@ -608,4 +616,6 @@ class _AgentHandler(BaseHTTPRequestHandler):
 
 
 class _OuterHandler(_AgentHandler):
+    """Serves requests that come through the router's Unix sockets."""
+
     disable_nagle_algorithm = False  # Unix sockets do not use this algorithm

@@ -113,6 +113,7 @@ class Players:
 
 
 def _starts(data: DataProto, seed_of: SeedOf, kinds: Mapping[str, Kind]) -> list[TrajectoryStart]:
+    """Return the start of each row's trajectory; players of a trajectory share its row."""
     columns = data.non_tensor_batch
     indices = data.padded("sample_index").tolist()
     starts: list[TrajectoryStart] = []

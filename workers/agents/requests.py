@@ -316,6 +316,7 @@ def completion(request: Request, answers: Answers) -> dict[str, Any]:
 
 
 def _choice(request: Request, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the answer as the choice of a completion, with its log-probs if it has any."""
     finish, log_probs = answer.get("finish_reason", "stop"), None
     if "log_probs" in answer:
         words = answer["texts"] if request.is_chat else map("token_id:{}".format, answer["ids"])

@@ -92,6 +92,7 @@ class Router:
         return len(self._waiting) < MOST_WAITING
 
     def _serve(self, client: socket.socket) -> None:
+        """Connect a client to the socket of the session whose key its request has."""
         with closing(client), suppress(OSError):
             try:
                 head = _head(client)

@@ -152,6 +152,7 @@ def read_docstring(text: str, names: Sequence[str]) -> tuple[str, dict[str, dict
 
 
 def _schema(kind: Any, where: str) -> dict[str, Any]:
+    """Return the JSON schema of a Python type."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind in TYPES:
         return {"type": TYPES[kind]}

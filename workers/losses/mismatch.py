@@ -46,6 +46,7 @@ class MismatchGauge(Gauge):
             self._add_rows(*(column[rows].cpu() for column in columns))
 
     def _add_rows(self, rollout: Tensor, trained: Tensor, mask: Tensor) -> None:
+        """Add the log-probs of rows of responses, by token, by sample and by position."""
         part = MaskedRows(mask)
         if not part.num_tokens:
             return

@@ -214,6 +214,7 @@ def rewards(columns: Mapping[str, Tensor], settings: Any) -> Tensor:
 
 
 def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
+    """Return the loss and the metrics of each pair."""
     log_probs, num_tokens = columns["log_probs"], columns["num_tokens"]
     loss = compute_losses(settings.loss, columns, settings)
     if settings.sft_coef:
@@ -236,6 +237,7 @@ def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]
 
 
 def _of_rows(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
+    """Return the loss and the metrics of each labeled response."""
     is_good = columns["desirable"] != 0
     of_labels = {}
     for name, of_rows in _shown(columns, settings).items():

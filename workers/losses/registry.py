@@ -208,6 +208,7 @@ def token_loss(
     choose = traits.get("choose_tokens")
 
     def decorate(losses_of: TokenLoss) -> PolicyLoss:
+        """Return a policy loss that aggregates the token losses of `losses_of`."""
         hands_on = (losses_of,) if choose is None else (losses_of, choose)
         known = {name for function in hands_on for name in arguments_of(function)}
 

@@ -95,6 +95,7 @@ class _Conversions:
         return renamed
 
     def convert(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors under their new names, split or joined as the converters say."""
         from transformers.core_model_loading import WeightRenaming, dot_natural_key
 
         started: dict[str, Any] = {}

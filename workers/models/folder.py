@@ -132,6 +132,7 @@ def shared_hf_config(folder: str | Path) -> Any:
 
 @lru_cache(maxsize=16)
 def _parsed(folder: str, _text: bytes | None) -> Any:
+    """Return the model's configuration in transformers; raise if no class describes it."""
     # the text is a parameter so that a changed file is parsed again
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig

@@ -252,6 +252,7 @@ def _of_stages(
 
 @cache
 def _unsplit(model: _Described, compute: torch.dtype, tp: int) -> ModelShapes:
+    """Return the sizes of a model's weights and activations without pipeline stages."""
     weights = _counted(model)
     body, text = language_half(weights.module), weights.module.config.get_text_config()
     if tp > 1:

@@ -1,4 +1,7 @@
-"""Write safetensors files, immediately or in the background (`workers.training.file_copies`)."""
+"""Write safetensors files, immediately or in the background.
+
+`workers.training.checkpoint_copies` writes in the background.
+"""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ Send = Callable[[Tensor], Tensor]
 
 
 class _Communicate(torch.autograd.Function):
+    """Exchange a tensor in the forward pass, and its gradient in the backward pass."""
+
     @staticmethod
     def forward(ctx: Any, states: Tensor, send: Send, send_gradient: Send) -> Tensor:
         ctx.send_gradient = send_gradient

@@ -178,6 +178,7 @@ def _check_filled(
     columns: Sequence[str],
     has_truth: bool,
 ) -> None:
+    """Raise if no field of a sample, column of a row or keyword fills this parameter."""
     if parameter.kind is parameter.POSITIONAL_ONLY:
         raise ConfigError(
             f"{called} has the positional-only parameter {parameter.name!r}, but reward "

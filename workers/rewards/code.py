@@ -312,6 +312,7 @@ def read_assert(line: str) -> Check | None:
 
 
 def _read_test(test: ast.expr) -> Check | None:
+    """Return the check that an `assert` makes, or None if the program's answer is not compared."""
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         return _read_comparison(test.left, test.ops[0], test.comparators[0])
     if not isinstance(test, ast.Call):
@@ -331,6 +332,7 @@ def _read_test(test: ast.expr) -> Check | None:
 
 
 def _read_comparison(left: ast.expr, operator: ast.cmpop, right: ast.expr) -> Check | None:
+    """Return the check of an equality or of a largest distance, or None for other comparisons."""
     if isinstance(operator, ast.Eq | ast.NotEq | ast.Is | ast.IsNot):
         relation = EQUAL if isinstance(operator, ast.Eq | ast.NotEq) else IS
         check = _check(left, right, relation)

@@ -91,6 +91,7 @@ class RewardManager:
         return self._thread.submit(self._score, samples_of(batch, self._tokenizer), mask)
 
     def _score(self, samples: list[Sample], mask: Tensor) -> TermScores:
+        """Score the samples; return token scores, failures, named numbers and metrics."""
         began = time.perf_counter()
         outcomes = self._scorer.score(samples)
         seconds = time.perf_counter() - began

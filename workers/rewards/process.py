@@ -117,6 +117,7 @@ class Calls:
         return None, {}, describe_error(err, self._withheld) + place_of(err)
 
     async def _score_side_by_side(self, samples: list[tuple[int, Sample]], put: Put) -> None:
+        """Score samples with an async function, `MAX_SIDE_BY_SIDE` at a time."""
         places = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
 
         async def score(number: int, sample: Sample) -> None:

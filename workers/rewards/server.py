@@ -73,6 +73,8 @@ class RewardServer(ThreadingHTTPServer):
 
 
 class _RewardHandler(BaseHTTPRequestHandler):
+    """Scores the samples of a POST request."""
+
     server: RewardServer
     timeout = PATIENCE_S
     protocol_version = "HTTP/1.1"

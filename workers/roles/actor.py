@@ -12,14 +12,14 @@ from workers.models.precision import rollout_dtype
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build import takes_adapter
+from workers.training.checkpoint_calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
 from workers.training.optim import moment_norms, norms_by_name
-from workers.training.role_model import RoleModelSpec
-from workers.training.saves import CheckpointMixin
+from workers.training.role_model_spec import RoleModelSpec
 from workers.training.update import update
 from workers.weights.transfer import WeightSender
 

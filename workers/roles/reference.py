@@ -20,11 +20,11 @@ from workers.columns import SEQUENCES, batch_columns
 from workers.config import FrozenFSDPConfig, WorkersConfig, is_actors_module, reference_model
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
+from workers.training.checkpoint_calls import BackgroundSaves
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
-from workers.training.role_model import RoleModelSpec
-from workers.training.saves import BackgroundSaves
+from workers.training.role_model_spec import RoleModelSpec
 from workers.weights.sync import SyncReport
 from workers.weights.transfer import WeightReceiver
 

@@ -16,7 +16,7 @@ from workers.config import ModelConfig, RewardConfig, WorkersConfig, model_rewar
 from workers.models.folder import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.microbatch import MicroBatchBudget, budget_of_actor
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 from workers.training.row_scores import ScoreTrainEngine
 
 

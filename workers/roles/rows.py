@@ -19,14 +19,14 @@ from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
+from workers.training.checkpoint_calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
 from workers.training.passes import Reading
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 from workers.training.row_scores import Pairs, RowScores
-from workers.training.saves import CheckpointMixin
 from workers.training.update import update
 
 
@@ -133,6 +133,7 @@ class RewardModelTrainingWorker(RowWorker):
         return DataProto.from_dict({"scores": scores})
 
     def loss(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
+        """Return the loss of a micro-batch of pairs, and its metrics."""
         scores = outputs["scores"]
         losses = compute_reward_loss(
             self.pairwise_loss, scores, columns["margin"], self.config.center_coef

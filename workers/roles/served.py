@@ -39,7 +39,7 @@ from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
 from workers.training.optim import CONFIGURED, OptimStepSettings
-from workers.training.states import TrainedStates
+from workers.training.trained_states import TrainedStates
 
 OURS = "verl_like:"
 """Prefix by which a client requests one of this package's policy losses."""
@@ -175,6 +175,7 @@ class ServedCriticWorker(TrainsStates, CriticWorker):
         return {**super().losses(), VALUE: self._value_loss}
 
     def _value_loss(self, data: DataProto) -> Loss:
+        """Return the value loss with the settings of the request."""
         settings = data.meta_info.get(SETTINGS, {})
         for name in settings:
             if name not in VALUE_SETTINGS:

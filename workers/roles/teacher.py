@@ -11,7 +11,7 @@ from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 
 class TeacherWorker(ModelWorker):

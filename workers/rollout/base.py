@@ -426,6 +426,7 @@ class RolloutEngine(ABC):
         return any(after.count(text) > before.count(text) for text in strings)
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
+        """Raise if the engine cannot sample with these settings."""
         if sampling.max_tokens > self.limits.response_width:
             raise RolloutError(
                 f"rollout: max_tokens={sampling.max_tokens} does not fit the "
@@ -454,6 +455,7 @@ class RolloutEngine(ABC):
 def _check_sample(
     sample: Sample, sampling: SamplingParams, prompt_width: int, vocab_size: int
 ) -> None:
+    """Raise if the sample's prompt, or its partial response, cannot be continued."""
     length = len(sample.prompt)
     if not 1 <= length <= prompt_width:
         way_out = "drop it from the data"

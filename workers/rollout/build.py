@@ -256,6 +256,7 @@ def _vllm_engine(
     decode: Callable[[list[int]], str] | None,
     reads_images: bool = False,
 ) -> RolloutEngine:
+    """Return an engine on vLLM: in this process, over several ranks, or on a server."""
     from workers.rollout.vllm.engine import VllmRolloutEngine
     from workers.rollout.vllm.lockstep import Lockstep
     from workers.rollout.vllm.setup import VllmSettings

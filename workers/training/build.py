@@ -22,10 +22,10 @@ from workers.parallel.fsdp import GradientWatch, shard
 from workers.parallel.groups import RankGroups
 from workers.parallel.sharding import dims_of
 from workers.training.attention import describe
-from workers.training.model import Model
-from workers.training.parts import parts_of
+from workers.training.model_parts import parts_of
 from workers.training.passes import AllLayers
 from workers.training.row_layout import choose_layout
+from workers.training.sharded_model import Model
 
 if TYPE_CHECKING:
     from verl_like.process.worker import Worker

@@ -7,11 +7,11 @@
     lora_adapter/       the adapter in peft's format, if the model has one
 
 Everything is first written to `<folder>.part`, which is then renamed. With background writing
-(`file_copies`), files go into the folder itself; the driver adds them to the manifest and renames
-the folder of the step when everything is on disk. Tensors are stored by parameter name at full
-shape, so another number of ranks, another strategy, or a plain module can load them. With LoRA only
-trained weights are stored: the base comes from the model's path. Ranks agree after each stage, so
-an error on one rank stops the save on all ranks.
+(`checkpoint_copies`), files go into the folder itself; the driver adds them to the manifest and
+renames the folder of the step when everything is on disk. Tensors are stored by parameter name at
+full shape, so another number of ranks, another strategy, or a plain module can load them. With LoRA
+only trained weights are stored: the base comes from the model's path. Ranks agree after each stage,
+so an error on one rank stops the save on all ranks.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from workers.weights.module_writer import describe_problems
 
 if TYPE_CHECKING:
     from workers.training.average import WeightAverage
+    from workers.training.checkpoint_copies import FileCopies
     from workers.training.engine import TrainEngine
-    from workers.training.file_copies import FileCopies
 
 logger = logging.getLogger(__name__)
 

@@ -51,7 +51,6 @@ from workers.training.microbatch import (
     on_host,
     spread,
 )
-from workers.training.model import Model
 from workers.training.optim import (
     CONFIGURED,
     NonfiniteGuard,
@@ -64,12 +63,13 @@ from workers.training.optim import (
 from workers.training.out_of_memory import run_to_the_end
 from workers.training.packing import Work, check_rows
 from workers.training.passes import INPUTS, TOKENS, Reading
+from workers.training.sharded_model import Model
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from verl_like.process.worker import Worker
     from workers.config import OptimConfig
-    from workers.training.role_model import RoleModelSpec
+    from workers.training.role_model_spec import RoleModelSpec
 
 
 class TrainEngine(Model):

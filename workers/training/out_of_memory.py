@@ -21,7 +21,7 @@ from workers.training.microbatch import (
 )
 
 if TYPE_CHECKING:
-    from workers.training.model import Model
+    from workers.training.sharded_model import Model
 
 Totals = dict[str, Tensor]
 

@@ -21,7 +21,7 @@ from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.packing import Feed, read
 
 if TYPE_CHECKING:
-    from workers.training.model import Model
+    from workers.training.sharded_model import Model
 
 TOKENS = ("input_ids", "attention_mask", "position_ids")
 INPUTS = (*TOKENS, "responses", "response_mask")
@@ -151,5 +151,5 @@ class AllLayers:
         """Do nothing: embeddings and head are on the same rank."""
 
     def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
-        """Yield the tensors of all stages; here, of this rank."""
+        """Yield the tensors of all pipeline stages; without stages, this rank has all of them."""
         return tensors

@@ -26,8 +26,8 @@ from workers.training.passes import TOKENS, Reading
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
-    from workers.training.model import Model
-    from workers.training.role_model import RoleModelSpec
+    from workers.training.role_model_spec import RoleModelSpec
+    from workers.training.sharded_model import Model
 
 
 class RowScores(Reading):

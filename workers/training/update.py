@@ -41,7 +41,7 @@ from workers.training.out_of_memory import can_repeat
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto
     from workers.training.engine import TrainEngine
-    from workers.training.model import Model
+    from workers.training.sharded_model import Model
 
 logger = logging.getLogger(__name__)
 Metrics = dict[str, float]

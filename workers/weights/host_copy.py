@@ -133,6 +133,7 @@ def send_changes(
     received = channel.connection.manifest
 
     def changed() -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors whose hash differs from the received one, as changes where possible."""
         for name, weight in tensors:
             tensor = weight.detach().to(channel.device).contiguous()
             with channel.watch.running():

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 
 class _SendingEngine(Protocol):
+    """The part of a training engine that a `WeightSender` reads."""
+
     whole_module: Any
 
     def named_full_tensors(
@@ -224,6 +226,8 @@ class WeightSender:
 
 
 class _ReceivingEngine(Protocol):
+    """The part of a rollout engine that a `WeightReceiver` calls."""
+
     def load_weights(self, tensors: NamedTensors) -> None: ...
 
     def commit(self, version: int) -> None: ...

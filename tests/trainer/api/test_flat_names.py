@@ -22,7 +22,7 @@ from trainer.api.flat_names import (
 from trainer.api.python_run import bare_errors
 from trainer.config.keys import named_keys
 from trainer.ppo.recipe import PPO as PPO_RECIPE
-from verl_like.calls.wire import RemoteError
+from verl_like.calls.messages import RemoteError
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer import load_config
-from trainer.ppo.compute_advantage import advantages_of
+from trainer.ppo.advantage_inputs import advantages_of
 from trainer.ppo.config import PPOConfig
 from verl_like import DataProto
 from verl_like.errors import ConfigError

@@ -16,7 +16,7 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 from trainer.tools.evaluation.recipe import EVAL
 
-NO_READERS = ("checks.py", "unused_keys.py")
+NO_READERS = ("checks.py", "config_errors.py", "unused_keys.py")
 READ_NAME = re.compile(r"\.(\w+)\b(?!\s*(?:=[^=]|: ))|[\"'](\w+)[\"']")
 """An attribute that is not assigned, or a name in quotes."""
 

@@ -11,7 +11,7 @@ from verl_like.config_key import config_field
 from workers.columns import SEQUENCES, Column, batch_columns
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 
 @dataclass(kw_only=True)

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from trainer.ppo.config import KLControlConfig, PPOConfig
-from trainer.ppo.estimation import (
+from trainer.ppo.filters import correct_rollout, without_truncated
+from trainer.ppo.metrics import compute_data_metrics
+from trainer.ppo.rewards_to_advantages import (
     KLController,
     RunningNorm,
     apply_kl_penalty,
     clamp_scores,
     distill,
 )
-from trainer.ppo.filters import correct_rollout, without_truncated
-from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.scoring import mismatch_metrics
 from trainer.ppo.updating import add_chosen_tokens
 from trainer.ppo.validation import name_metrics

@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.ppo.compute_advantage import compute_advantage
+from trainer.ppo.advantage_inputs import compute_advantage
 from trainer.ppo.config import KLControlConfig
-from trainer.ppo.estimation import KLController, apply_kl_penalty, clamp_scores
+from trainer.ppo.rewards_to_advantages import KLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from workers.config import ActorConfig
 from workers.losses.per_token import compute_policy_loss_vanilla

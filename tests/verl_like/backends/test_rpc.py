@@ -14,7 +14,7 @@ import pytest
 from tests.waiting import LIMIT_S, wait_until
 from verl_like.backends import rpc
 from verl_like.backends.rpc import Endpoint, Requests
-from verl_like.calls.wire import Call
+from verl_like.calls.messages import Call
 from verl_like.errors import WorkerDiedError, WorkerError
 
 

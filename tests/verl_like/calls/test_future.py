@@ -12,8 +12,8 @@ import pytest
 from verl_like import gather
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import WorkerFuture
+from verl_like.calls.messages import Header, Pending, RemoteError
 from verl_like.calls.transport import Transport
-from verl_like.calls.wire import Header, Pending, RemoteError
 from verl_like.errors import WorkerDiedError
 from verl_like.process.info import ProcessInfo
 

@@ -9,8 +9,8 @@ import pytest
 
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import WorkerFuture
+from verl_like.calls.messages import Header, Pending, RemoteError
 from verl_like.calls.transport import Transport
-from verl_like.calls.wire import Header, Pending, RemoteError
 from verl_like.errors import WaitTimeoutError
 from verl_like.process.info import ProcessInfo
 

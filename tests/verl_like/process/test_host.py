@@ -18,7 +18,7 @@ import pytest
 
 from verl_like import masking
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.wire import Call, Header, RemoteError
+from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.errors import WorkerError
 from verl_like.process.host import WorkerHost, pack_recipes
 from verl_like.process.info import ProcessInfo

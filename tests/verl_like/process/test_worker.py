@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.verl_like.groups import start
 from verl_like import Dispatch, Worker, register
-from verl_like.calls.wire import Call
+from verl_like.calls.messages import Call
 from verl_like.errors import WorkerError
 from verl_like.process.host import WorkerHost
 from verl_like.process.info import ProcessInfo, new_secret

@@ -34,7 +34,7 @@ from workers.roles.reference import ReferenceWorker
 from workers.roles.rollout import RolloutWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 from workers.weights.module_writer import ModuleWriter
 
 ROWS = 4

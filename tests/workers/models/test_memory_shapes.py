@@ -30,7 +30,7 @@ from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.training.engine import INPUTS
 from workers.training.microbatch import RowColumns, Rows
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 DEEPSEEK_7B = LlamaConfig(
     hidden_size=4096,

@@ -24,7 +24,7 @@ from workers.parallel.sharding import resolve_sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.reference import ReferenceWorker
 from workers.training.engine import TrainEngine
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 pytest.importorskip("bitsandbytes")
 

@@ -17,7 +17,7 @@ from workers.memory import LargestPass, memory_of
 from workers.parallel.pipeline import Action, max_pending_passes, num_chunks, schedule
 from workers.parallel.stages import deal, stage_ranges
 from workers.training.microbatch import spread
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 KINDS = ("gpipe", "1f1b", "interleaved")
 

@@ -27,7 +27,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceWorker
 from workers.roles.reference import ReferenceWorker
 from workers.training.packing import RowPasses
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 
 def split_over_all(axis: str) -> ParallelConfig:

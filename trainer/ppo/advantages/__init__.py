@@ -4,7 +4,7 @@ An estimator is a function that registers itself by name in
 `trainer.ppo.advantages.registry.ADVANTAGE_ESTIMATORS`. All files of the folder are imported, so you
 add an estimator by adding a file. Shared code is in `groups` (samples of one prompt), `returns`
 (discounted sums over a row, whitening). The names of an estimator's parameters say which columns
-of the batch it gets (`trainer.ppo.compute_advantage`).
+of the batch it gets (`trainer.ppo.advantage_inputs`).
 
 Tensors have the shape [rows, response tokens], unless an estimator's docstring names another shape.
 They are finite outside the mask as well. Rows with equal values of `index` are samples of one

@@ -3,7 +3,7 @@
     @ADVANTAGE_ESTIMATORS.register("mine")
     def compute_mine(token_level_rewards, response_mask, index): ...
 
-An estimator's parameter names determine its arguments: see `trainer.ppo.compute_advantage`.
+An estimator's parameter names determine its arguments: see `trainer.ppo.advantage_inputs`.
 """
 
 from __future__ import annotations

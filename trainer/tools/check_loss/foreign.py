@@ -55,6 +55,11 @@ def subject_of(target: str, kind: str | None = None, **settings: Any) -> Subject
 
 
 def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
+    """Return a loss of TRL as a subject: `compute_loss` of its trainer, without a model.
+
+    The trainer is a stand-in object with the fields of its configuration. Its model passes on the
+    log-probs that it gets as token ids (see `_model`).
+    """
     kind, (trainer_name, mode) = look_up(name, kind, TRAINERS, "trl has no loss")
     module = import_module(f"trl.trainer.{trainer_name.lower()}_trainer")
     config = {f.name: f.default for f in fields(getattr(module, f"{trainer_name}Config"))}
@@ -132,6 +137,11 @@ def _pairs(batch: Batch, sides: int) -> dict[str, Any]:
 
 
 def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
+    """Return a loss or an advantage estimator of verl as a subject.
+
+    Fields of verl's configuration that `settings` has are set. A policy loss gets the scale factor
+    and the KL term of verl's actor.
+    """
     core = import_module("verl.trainer.ppo.core_algos")
 
     def sft(log_prob: Tensor, response_mask: Tensor, config: Any) -> Any:

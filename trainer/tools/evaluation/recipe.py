@@ -12,7 +12,7 @@ from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
-from trainer.ppo.verl import translate
+from trainer.ppo.verl_keys import translate
 from verl_like.config_key import Section, changed, config_field
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, RolloutConfig, ScoringSections, model_rewards

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.flat import checked_yaml
-from trainer.ppo.verl import TRACKERS
+from trainer.ppo.verl_keys import TRACKERS
 from trainer.tools.migrate.flags import (
     Flags,
     GivenFlags,
@@ -208,6 +208,7 @@ def _processes(launcher: Sequence[str], command: Command) -> str:
 
 
 def _translated(program: str, flags: Flags) -> Translation:
+    """Return the settings here for the flags of a program of TRL."""
     samples = PROGRAMS[program] == "ppo"
     done = Translation(PROGRAMS[program], places=PLACES if samples else {})
     table = Table("trl", "all", "samples" if samples else "rows", program)

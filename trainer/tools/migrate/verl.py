@@ -2,7 +2,7 @@
 
     done = translate(Command(["python3", "-m", "verl.trainer.main_ppo", "algorithm.gamma=1"]))
 
-`trainer.ppo.verl`, which `verl-like ppo` uses as well, translates PPO keys; `verl_sft.yaml`
+`trainer.ppo.verl_keys`, which `verl-like ppo` uses as well, translates PPO keys; `verl_sft.yaml`
 translates SFT keys. `verl.yaml` has the rules that take several keys together, and verl's defaults.
 A command is rejected if leaving out one of its keys would change the experiment.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainer.ppo.verl import TRACKERS, configuration, older, translate_key, with_trackers
+from trainer.ppo.verl_keys import TRACKERS, configuration, older, translate_key, with_trackers
 from trainer.tools.migrate.flags import GivenFlags, Table, as_flags, find_program, last_name
 from trainer.tools.migrate.recorder import Command
 from trainer.tools.migrate.translation import Translation

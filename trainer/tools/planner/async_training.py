@@ -82,6 +82,7 @@ class AsyncJob(PPOJob):
         return sorted(self._splits(num_gpus), key=PlannedPlacement.by_speed)
 
     def _splits(self, num_gpus: int) -> Iterator[AsyncPlacement]:
+        """Yield the placements with each number of trainer GPUs and of generators that fits."""
         sizes, prompts = sizes_of(num_gpus, self.per_node), self.config.data.train_batch_size
         async_training = self.config.async_training
         on_trainer = tuple(role for role in self.roles if self.config.kind_of(role) != "rollout")

@@ -31,7 +31,7 @@ from workers.models.memory_shapes import model_shapes
 from workers.models.pass_trace import NOT_TRACED
 from workers.parallel.sharding import ParallelDims
 from workers.training.mfu import PEAKS, attention_width, expert_share
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 
 @dataclass(frozen=True)

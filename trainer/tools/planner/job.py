@@ -39,8 +39,8 @@ from workers.models.causal_lm import recomputed_layers
 from workers.parallel.pipeline import num_chunks
 from workers.parallel.sharding import ParallelDims, dims_of
 from workers.parallel.stages import NoStages
-from workers.training.parts import check_axes
-from workers.training.role_model import RoleModelSpec
+from workers.training.model_parts import check_axes
+from workers.training.role_model_spec import RoleModelSpec
 
 SIZES = (2, 4, 8)
 """Sizes of a parallel axis that are tried."""
@@ -257,6 +257,10 @@ class Job(ABC):
         return candidates
 
     def _layouts(self, role: str, num_gpus: int, axes: Sequence[Keys]) -> Iterator[Layout]:
+        """Yield the layouts of a role on these GPUs, with seconds per stage and memory.
+
+        Layouts that the model or the batch does not allow are left out.
+        """
         gpus = Gpus(self.device, num_gpus, self.per_node)
         on_one_pool = {
             "resource_pool_spec": {"pool": _per_node(num_gpus, self.per_node)},

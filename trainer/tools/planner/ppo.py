@@ -24,7 +24,7 @@ from workers.config import is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import RoleMemory, hf_config_of, rollout_memory
 from workers.models.attention import heads_of, layer_configs
 from workers.models.pass_trace import NOT_TRACED
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ENGINE_SIZES = (1, 2, 4, 8)

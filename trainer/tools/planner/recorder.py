@@ -165,6 +165,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run an operation, and record its bytes, floating-point operations and waits."""
         kwargs = kwargs or {}
         if any(cls.__name__ == "DTensor" for cls in types):
             return NotImplemented  # it runs the operations of this rank
@@ -390,7 +391,7 @@ def on_meta(num_ranks: int = 1) -> Iterator[None]:
         "workers.training.build.empty_model": empty,
         "workers.training.build.load_weights": lambda *_: None,
         "workers.training.attention._bounds": with_lengths,
-        "workers.training.parts.compile.all_reduce": lambda *_: False,
+        "workers.training.model_parts.compile.all_reduce": lambda *_: False,
         "workers.parallel.fsdp._anywhere": lambda here, *_: here,
         "workers.training.out_of_memory._num_collectives": lambda _: 0,
         f"{fsdp}._fully_shard._get_device_from_mesh": lambda _: META,

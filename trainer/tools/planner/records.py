@@ -36,7 +36,7 @@ from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
 from workers.training.packing import RowPasses
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 from workers.training.row_scores import ScoreTrainEngine
 
 TOKENS = 4096
@@ -47,7 +47,7 @@ DECODED_ROWS = 32
 
 STAND_INS = {
     "workers.training.build.choose_layout": lambda *_, **__: RowPasses("packed"),
-    "workers.training.parts.compile.run_short_pass": lambda _: None,
+    "workers.training.model_parts.compile.run_short_pass": lambda _: None,
 }
 """No passes that test the model; padding, which some models need, is not counted."""
 
@@ -170,6 +170,7 @@ def _record_calls(
     gpu: Gpu,
     num_ranks: int,
 ) -> None:
+    """Record the kernels of a role's calls on meta tensors, for two numbers of rows."""
     engine_class = ScoreTrainEngine if spec.head == "score" else TrainEngine
     optim = OptimConfig() if spec.trains else None
     engine = spec.engine(engine_class, optim_config=optim)

@@ -11,7 +11,7 @@ from trainer.rows.preflight import longest_row, pass_tokens, preflight, role_mem
 from trainer.tools.planner.cost import StepRows
 from trainer.tools.planner.job import Job, Keys
 from workers.memory import RoleMemory
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

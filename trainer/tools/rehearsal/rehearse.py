@@ -57,6 +57,7 @@ class Watch:
         self.phase = "before its first step"
 
     def _score(self, trainer: Any, prompts: Any) -> None:
+        """Score ground truths as responses with each reward function; raise if one fails."""
         rewards, width = trainer.rollouts.rewards, trainer.config.data.max_response_length
         parts = [part for part in rewards.parts if part.manager and part.config.kind == "function"]
         places = np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_SCORED_ROWS)).astype(int)

@@ -32,16 +32,15 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
         critic = RayClassWithInitArgs(Critic, config)
         critic.update_options({"runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}}})
+
+    Args:
+        cls: a subclass of `Worker`, or `ray.remote` of one.
+        args: the constructor's positional arguments.
+        kwargs: its keyword arguments.
     """
 
     def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        """Store the class and the arguments, which are pickled for the process.
-
-        Args:
-            cls: a subclass of `Worker`, or `ray.remote` of one.
-            args: the constructor's positional arguments.
-            kwargs: its keyword arguments.
-        """
+        """Store the class and the arguments, which are pickled for the process."""
         # a class from `ray.remote(Worker)` contains the worker class
         metadata = getattr(cls, "__ray_metadata__", None)
         worker = metadata.modified_class.__ray_actor_class__ if metadata else cls
@@ -75,6 +74,23 @@ class RayWorkerGroup(_RunningWorkers):
         pool = RayResourcePool([2])
         group = RayWorkerGroup(pool, RayClassWithInitArgs(Adder, 1))
         group.add(data)                 # a method of `Adder` with `@register`
+
+    Args:
+        resource_pool: the pool, which is reserved now if it is not yet.
+        ray_cls_with_init: the worker's class, or the result of `create_colocated_worker_cls`.
+        name_prefix: the role's name, in messages, logs and the names of actors.
+        worker_env: environment variables of the processes.
+        deadlines: limits of the waits, in seconds; by default those of the pool.
+        seed: seed of the workers' random numbers.
+        log_dir: folder for a log per role and rank; None writes none.
+        master_port: port of the first rank's store; 0 chooses a free one.
+        device_name: "cpu" or "cuda"; by default the pool's devices.
+        detached: the actors outlive this driver, on a pool that is detached as well.
+
+    Raises:
+        PlacementError: the pool does not fit, or the cluster lacks resources for it.
+        WorkerError: places are not free in time, or a process dies or does not start in time.
+        Exception: whatever a constructor raises.
     """
 
     def __init__(
@@ -91,25 +107,7 @@ class RayWorkerGroup(_RunningWorkers):
         device_name: str | None = None,
         detached: bool = False,
     ) -> None:
-        """Start one actor per process of the pool, and construct the roles.
-
-        Args:
-            resource_pool: the pool, which is reserved now if it is not yet.
-            ray_cls_with_init: the worker's class, or the result of `create_colocated_worker_cls`.
-            name_prefix: the role's name, in messages, logs and the names of actors.
-            worker_env: environment variables of the processes.
-            deadlines: limits of the waits, in seconds; by default those of the pool.
-            seed: seed of the workers' random numbers.
-            log_dir: folder for a log per role and rank; None writes none.
-            master_port: port of the first rank's store; 0 chooses a free one.
-            device_name: "cpu" or "cuda"; by default the pool's devices.
-            detached: the actors outlive this driver, on a pool that is detached as well.
-
-        Raises:
-            PlacementError: the pool does not fit, or the cluster lacks resources for it.
-            WorkerError: places are not free in time, or a process dies or does not start in time.
-            Exception: whatever a constructor raises.
-        """
+        """Start one actor per process of the pool, and construct the roles."""
         check_group_arguments(self, RayResourcePool, resource_pool, ray_cls_with_init)
         if detached and not resource_pool.detached:
             raise PlacementError(

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from verl_like.backends import rpc
-from verl_like.calls.wire import Answer, Call, combine_answer
+from verl_like.calls.messages import Answer, Call, combine_answer
 from verl_like.errors import WorkerError
 from verl_like.process.child import ROOT
 from verl_like.process.host import WorkerHost

@@ -48,6 +48,25 @@ class RayResourcePool(ResourcePool):
     Example:
 
         pool = RayResourcePool([8, 8], use_gpu=True)        # 8 processes on each of two nodes
+
+    Args:
+        process_on_nodes: processes per node, such as [2, 1].
+        use_gpu: whether the processes use GPUs; None uses them if the cluster has any.
+        name_prefix: the start of the pool's unique name.
+        max_colocate_count: groups that may share the pool; a process of each gets 1 /
+            `max_colocate_count` of its place.
+        accelerator_type: Ray's name of a GPU model, such as "H100"; None takes any.
+        cpus_per_process: CPUs per place; None takes an equal share, at most one.
+        nodes: a node for each entry of `process_on_nodes`; by default, each entry gets its own
+            node if enough nodes fit.
+        deadlines: limits of the waits, in seconds; None takes the defaults.
+        gpus_per_process: GPUs per place; a fraction is possible.
+        resources: amounts of custom resources per place.
+        labels: labels that the nodes must have, such as {"ray.io/accelerator-type": "H100"}.
+        detached: the places outlive the driver, until `release()`.
+
+    Raises:
+        PlacementError: a count in `process_on_nodes` is not an int of 1 or more.
     """
 
     def __init__(
@@ -65,27 +84,7 @@ class RayResourcePool(ResourcePool):
         labels: Mapping[str, str] | None = None,
         detached: bool = False,
     ) -> None:
-        """Store the sizes; the first worker group on the pool reserves the places.
-
-        Args:
-            process_on_nodes: processes per node, such as [2, 1].
-            use_gpu: whether the processes use GPUs; None uses them if the cluster has any.
-            name_prefix: the start of the pool's unique name.
-            max_colocate_count: groups that may share the pool; a process of each gets 1 /
-                `max_colocate_count` of its place.
-            accelerator_type: Ray's name of a GPU model, such as "H100"; None takes any.
-            cpus_per_process: CPUs per place; None takes an equal share, at most one.
-            nodes: a node for each entry of `process_on_nodes`; by default, each entry gets its own
-                node if enough nodes fit.
-            deadlines: limits of the waits, in seconds; None takes the defaults.
-            gpus_per_process: GPUs per place; a fraction is possible.
-            resources: amounts of custom resources per place.
-            labels: labels that the nodes must have, such as {"ray.io/accelerator-type": "H100"}.
-            detached: the places outlive the driver, until `release()`.
-
-        Raises:
-            PlacementError: a count in `process_on_nodes` is not an int of 1 or more.
-        """
+        """Store the sizes; the first worker group on the pool reserves the places."""
         super().__init__(process_on_nodes, max_colocate_count)
         self.use_gpu = use_gpu
         self.name = f"{name_prefix}-{uuid.uuid4().hex[:8]}"
@@ -120,6 +119,7 @@ class RayResourcePool(ResourcePool):
         self._bundles = None
 
     def _reserve(self) -> list[Bundle]:
+        """Reserve a placement group per entry of the pool, and return a bundle per process."""
         connect(deadlines=self.deadlines)
         need = self._need()
         targets = _targets(self, need)
@@ -172,6 +172,7 @@ class RayResourcePool(ResourcePool):
         return need | self.resources
 
     def _await(self, groups: Sequence[PlacementGroup], need: dict[str, float]) -> None:
+        """Wait until the placement groups are ready; raise after `placement_s` seconds."""
         warn_s = min(self.deadlines.warn_s, PENDING_S)
         clock = WaitClock(f"placement of pool {self.name}", self.deadlines.placement_s, warn_s)
         wanted = f"{self.store} processes of {amounts(need)} each"

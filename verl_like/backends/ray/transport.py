@@ -37,8 +37,8 @@ from verl_like.backends.rpc import ProcessTransport, connect
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import wait_for_start
+from verl_like.calls.messages import SHARED_BYTES, Call, Pending, payload_of
 from verl_like.calls.transport import AnswerPart, resolve
-from verl_like.calls.wire import SHARED_BYTES, Call, Pending, payload_of
 from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
 from verl_like.process.info import ProcessInfo
 

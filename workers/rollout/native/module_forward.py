@@ -83,6 +83,7 @@ class ModuleForward:
         num_logits: int,
         **inputs: Any,
     ) -> Tensor:
+        """Run the module on new tokens; return the last one's logits, [rows, vocabulary]."""
         inputs |= {
             "attention_mask": attention_mask,
             "past_key_values": self.cache,

@@ -144,6 +144,7 @@ class VllmRolloutEngine(RolloutEngine):
             )
 
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
+        """Pass samples to vLLM, each with a free row of the table of log-probs."""
         free = sorted(set(range(self._num_rows)) - {r.row for r in self._requests.values()})
         missing = len(samples) - len(free)
         if missing > 0:
@@ -171,6 +172,7 @@ class VllmRolloutEngine(RolloutEngine):
         self.vllm.begin(asdict(sampling), self._num_rows, requests)
 
     def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
+        """Run vLLM until the budget ends, and return the finished samples."""
         assert self._sampling is not None, "`submit` sets it"
         start = {number: len(request.tokens) for number, request in self._requests.items()}
         finished: list[int] = []

@@ -220,6 +220,7 @@ class VllmServer:
             raise self._error(f"does not reply to {path} like a vLLM server ({error!r})") from error
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
+        """Send a request, and return the open response; raise if the server rejects it."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get("VLLM_API_KEY"):
             headers["Authorization"] = f"Bearer {key}"

@@ -36,7 +36,7 @@ STEPS_BEHIND = 32
 
 
 class NoiseSampler(nn.Module):
-    """Replaces vLLM's sampler.
+    """Replaces vLLM's sampler: a token's noise depends only on its sample's seed and position.
 
     The `extra_args` of a request are its row in the tables (`row`), its noise key (`key`), and the
     number of response tokens that it was submitted with (`made`).
@@ -214,7 +214,7 @@ def arriving(tensor: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker, which receives weights and samples with our seeds.
+    """Mixin of vLLM's worker that receives weights, and samples tokens with `NoiseSampler`.
 
     Example:
 

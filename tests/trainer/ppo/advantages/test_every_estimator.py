@@ -8,8 +8,8 @@ import torch
 
 from tests.trainer.ppo.advantages.plain_python import INDEX, NAMES, ROWS, WIDTH, whole_batch
 from tests.trainer.ppo.advantages.twins import SETTINGS, TWINS, Case
+from trainer.ppo.advantage_inputs import columns_read, compute_advantage, named_rewards
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
-from trainer.ppo.compute_advantage import columns_read, compute_advantage, named_rewards
 from verl_like.errors import BatchError
 
 EVERY_SETTING = [(name, settings) for name in TWINS for settings in SETTINGS.get(name, [{}])]

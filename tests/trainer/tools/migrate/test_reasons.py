@@ -13,7 +13,7 @@ import pytest
 from trainer.cli.main import COMMANDS
 from trainer.config.keys import named_keys
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl import tables
+from trainer.ppo.verl_keys import tables
 from trainer.tools.migrate.flags import read_table
 from trainer.tools.migrate.systems import RECIPES
 

@@ -14,7 +14,7 @@ from trainer.tools.planner.cost import DEVICES, Gpus, ModelCost, StepRows, measu
 from trainer.tools.planner.records import record_tokens, sampler_seconds
 from workers.config import ModelConfig
 from workers.parallel.sharding import ParallelDims
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 MOST_OFF = 0.25
 ONE = Gpus(DEVICES["H100"], 1, 8)

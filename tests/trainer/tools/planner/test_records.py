@@ -17,7 +17,7 @@ from trainer.tools.planner.records import Records, record_passes, record_tokens
 from workers.config import ModelConfig
 from workers.parallel.sharding import ParallelDims
 from workers.roles.actor import ActorWorker
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1000, "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8,

@@ -50,7 +50,7 @@ def test_the_others_advantages_are_those_of_a_step_without_the_sample(whole: Pat
     uid = name.rpartition("/")[0]
 
     def estimate(rest: DataProto) -> tuple[DataProto, dict[str, float]]:
-        from trainer.ppo.compute_advantage import compute_advantage
+        from trainer.ppo.advantage_inputs import compute_advantage
 
         return compute_advantage(rest, "rloo"), {}
 

@@ -2,7 +2,7 @@
 
 Each warning begins with its name, as in `warning [kl-twice]: …`. Decorators of the registries
 declare the properties of an algorithm at its function, for example that a loss has no importance
-ratio. Settings that cannot work together are rejected (`trainer.ppo.checks`).
+ratio. Settings that cannot work together are rejected (`trainer.ppo.config_errors`).
 """
 
 from __future__ import annotations

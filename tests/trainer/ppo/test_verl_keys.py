@@ -11,16 +11,16 @@ import pytest
 from trainer import load_config
 from trainer.config.keys import named_keys
 from trainer.config.settings import parse
-from trainer.ppo import verl
+from trainer.ppo import verl_keys
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl import renamed, tables, translate_key
+from trainer.ppo.verl_keys import renamed, tables, translate_key
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
 
 
 def translate(settings: list[str]) -> list[str]:
     """Return the settings in our keys, as text."""
-    return [str(setting.input_line) for setting in verl.translate(map(parse, settings))]
+    return [str(setting.input_line) for setting in verl_keys.translate(map(parse, settings))]
 
 
 EXAMPLES = (
@@ -99,7 +99,7 @@ def test_verls_script_composes_with_one_notice(caplog: pytest.LogCaptureFixture)
         "critic.optim.weight_decay=0.01",
         "++ray_kwargs.ray_init.runtime_env.env_vars.A=b",
     ]
-    with caplog.at_level(logging.WARNING, logger="trainer.ppo.verl"):
+    with caplog.at_level(logging.WARNING, logger="trainer.ppo.verl_keys"):
         settings = translate(script)
     assert settings == [
         "algorithm.adv_estimator=grpo",
@@ -195,15 +195,15 @@ def test_a_penalty_length_other_than_the_response_length_is_rejected() -> None:
 def test_only_a_users_configurations_are_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert verl.settings_of_configuration("ppo_megatron_trainer.yaml", "config") == []
+    assert verl_keys.settings_of_configuration("ppo_megatron_trainer.yaml", "config") == []
     assert "is a configuration of verl and is not read" in caplog.text
     text = "defaults: [ppo_trainer, base, _self_]\nactor_rollout_ref:\n  rollout: {n: 4}\n"
     (tmp_path / "mine.yaml").write_text(text)
     (tmp_path / "base.yaml").write_text("trainer: {total_epochs: 2}\n")
     settings = ["trainer.total_epochs=2", "actor_rollout_ref.rollout.n=4"]
-    assert verl.settings_of_configuration("mine", str(tmp_path)) == settings
+    assert verl_keys.settings_of_configuration("mine", str(tmp_path)) == settings
     with pytest.raises(ConfigError, match=r"there is no .*other\.yaml.*folder of the script"):
-        verl.settings_of_configuration("other", str(tmp_path))
+        verl_keys.settings_of_configuration("other", str(tmp_path))
 
 
 def test_sizes_of_megatron_become_the_axes_of_each_role() -> None:

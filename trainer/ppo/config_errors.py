@@ -1,7 +1,7 @@
 """Checks across PPO's keys: sizes that must divide, required keys, keys that exclude each other.
 
 A rule about one key is declared at its field, where `trainer.config.checks` reads it. A run that
-can train, but not as its keys suggest, gets a warning (`trainer.ppo.contradictions`).
+can train, but not as its keys suggest, gets a warning (`trainer.ppo.config_warnings`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks import check_ranks
 from trainer.config.devices import devices_of
+from trainer.ppo.advantage_inputs import GDPO_KEY, columns_read, compares_with_greedy
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
-from trainer.ppo.compute_advantage import GDPO_KEY, columns_read, compares_with_greedy
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.ppo.filters import active_filters
 from trainer.ppo.roles import models_of, rollouts_of

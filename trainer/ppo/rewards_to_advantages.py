@@ -1,7 +1,7 @@
 """The third stage: turn scores into rewards, and rewards into advantages.
 
 As configured, scores are clamped and normalized, and the KL to the reference is subtracted. An
-estimator turns the resulting rewards into advantages (`trainer.ppo.compute_advantage`). A teacher
+estimator turns the resulting rewards into advantages (`trainer.ppo.advantage_inputs`). A teacher
 adds its own advantages, or replaces the estimator. The KL in the actor's loss (`actor.use_kl_loss`)
 is a separate term, computed in `workers`.
 
@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.ppo.advantage_inputs import advantages_of
 from trainer.ppo.advantages.returns import is_last_inside, returns_of
-from trainer.ppo.compute_advantage import advantages_of
 from trainer.ppo.config import KLControlConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places, masked_mean

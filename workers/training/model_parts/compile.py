@@ -24,8 +24,8 @@ from workers.models.precision import computing_in
 from workers.parallel.sharding import ParallelDims
 from workers.training.lm_head import ROWS_ON_GPU, TokenOutputs, columns_of_logits, rows_per_chunk
 from workers.training.microbatch import all_reduce
-from workers.training.model import Model, ModelPart
 from workers.training.packing import read
+from workers.training.sharded_model import Model, ModelPart
 
 MOST_GRAPHS = 64
 """Maximum number of graphs per layer class, for all roles of a process together."""

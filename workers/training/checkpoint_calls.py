@@ -1,7 +1,7 @@
 """The calls of workers that save and load checkpoints: `save_checkpoint`, `load_checkpoint`.
 
-`workers.training.checkpoint` writes and reads the folders, `workers.training.file_copies` writes
-files while training continues.
+`workers.training.checkpoint` writes and reads the folders, `workers.training.checkpoint_copies`
+writes files while training continues.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from workers.models.tensor_files import LEAST_BYTES
 
 if TYPE_CHECKING:
     from workers.training.average import WeightAverage
+    from workers.training.checkpoint_copies import FileCopies, Files
     from workers.training.engine import TrainEngine
-    from workers.training.file_copies import FileCopies, Files
 
 
 class BackgroundSaves(Worker):
@@ -37,7 +37,7 @@ class BackgroundSaves(Worker):
         Return True if any file was copied.
         """
         if self._own_copies is None:
-            from workers.training.file_copies import FileCopies
+            from workers.training.checkpoint_copies import FileCopies
 
             self._own_copies = FileCopies(self.background_from_bytes)
         self._own_copies.begin(Path(path))

@@ -26,7 +26,7 @@ from workers.training.microbatch import (
     floats,
     mini_batch,
 )
-from workers.training.parts.load_balancing import check_routers, load_balancing_loss
+from workers.training.model_parts.load_balancing import check_routers, load_balancing_loss
 
 NUM_EXPERTS, NUM_CHOSEN = 4, 2
 

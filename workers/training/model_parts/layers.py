@@ -13,7 +13,7 @@ from workers.models.lora import add_adapter
 from workers.models.quantize import check_nf4, quantize_base, quantize_linears
 from workers.models.routing import Routers
 from workers.training.microbatch import RowColumns
-from workers.training.model import Model, ModelPart
+from workers.training.sharded_model import Model, ModelPart
 
 if TYPE_CHECKING:
     from workers.parallel.tensor import ModuleSplit

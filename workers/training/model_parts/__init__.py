@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
 from workers.models.support import Support
-from workers.training.model import Model, ModelPart
 from workers.training.row_layout import PADDED_BY_USER, check_split
+from workers.training.sharded_model import Model, ModelPart
 
 if TYPE_CHECKING:
     from workers.config.model import ModelConfig
@@ -68,7 +68,7 @@ def check_axes(
     attention = config.attn_implementation
     support = Support.of(module.config, "" if attention == "auto" else attention)
     if config.compile == "on":
-        from workers.training.parts.compile import blocking_axis
+        from workers.training.model_parts.compile import blocking_axis
 
         if reason := blocking_axis(dims):
             compile_key = f"{config.SECTION}.compile"
@@ -76,7 +76,7 @@ def check_axes(
     if dims.sp > 1:
         check_split(support, dims.sp, "" if config.use_remove_padding else PADDED_BY_USER, section)
     if dims.pp > 1:
-        from workers.training.parts.pipeline import check_stages
+        from workers.training.model_parts.pipeline import check_stages
 
         check_stages(module, support, dims.pp, pp_schedule, dims.ep, section)
     if dims.tp > 1:

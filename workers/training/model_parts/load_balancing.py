@@ -22,9 +22,9 @@ from workers.models.folder import model_folder, read_hf_config
 from workers.models.precision import computing_in
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MicroBatches, MiniBatch, RowColumns, all_reduce
-from workers.training.model import Model, ModelPart
 from workers.training.packing import Feed
 from workers.training.passes import Reading
+from workers.training.sharded_model import Model, ModelPart
 
 if TYPE_CHECKING:
     from workers.config import ParallelConfig

@@ -24,9 +24,9 @@ from workers.models import attention
 from workers.parallel.sharding import ParallelDims
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.parts import check_axes
-from workers.training.parts import compile as compile_part
-from workers.training.parts.compile import Compile, blocking_axis
+from workers.training.model_parts import check_axes
+from workers.training.model_parts import compile as compile_part
+from workers.training.model_parts.compile import Compile, blocking_axis
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ from workers.parallel.sharding import ParallelDims
 from workers.training.attention import VarlenKernel, packed_rows
 from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.packing import Feed, RowPasses
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 if TYPE_CHECKING:
     from workers.models.image_input import ImageInput

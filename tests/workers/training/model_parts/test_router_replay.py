@@ -21,7 +21,7 @@ from workers.config import OptimConfig, ParallelConfig
 from workers.models.routing import Routers
 from workers.roles.actor import ActorWorker
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.parts.layers import RouterReplay
+from workers.training.model_parts.layers import RouterReplay
 
 NUM_ROWS = 7
 FAMILIES = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")

@@ -33,10 +33,10 @@ from workers.parallel.stages import NoStages, StageParts, Stages, stage_ranges
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatches, RowColumns
-from workers.training.model import Model, ModelPart
+from workers.training.model_parts.layers import MatrixSplit
 from workers.training.packing import model_inputs
-from workers.training.parts.layers import MatrixSplit
 from workers.training.passes import Named, Reading
+from workers.training.sharded_model import Model, ModelPart
 
 
 class StagePlan(ModelPart):
