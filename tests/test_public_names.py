@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 
 import pytest
@@ -52,6 +53,21 @@ def test_public_names_are_sorted_and_exist(package: str) -> None:
     names = list(module.__all__)
     assert names == sorted(names)
     assert [name for name in names if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("PPO", "GRPO", "AsyncPPO", "SFT", "RewardModelTraining", "DPO", "KTO", "DataProto"),
+        *("ResourcePool", "RayResourcePool", "LocalWorkerGroup", "RayWorkerGroup"),
+    ],
+)
+def test_help_of_a_class_starts_with_its_arguments(name: str) -> None:
+    cls = getattr(importlib.import_module("verl_like"), name)
+    text = inspect.getdoc(cls) or ""
+    parameters = [*inspect.signature(cls).parameters]
+    assert "\n\nArgs:\n    " in text
+    assert [name for name in parameters if f"\n    {name}: " not in text] == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTED)

@@ -46,7 +46,7 @@ PAIR = '[{"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}]'
 class PPO(PythonRun):
     """PPO and its variants: a policy learns from rewards for its responses.
 
-    `PPO.__init__` describes the parameters. For example, with a column `total` in the rows:
+    For example, with a column `total` in the rows:
 
         prompts = [{"prompt": f"{n} + 2 =", "total": str(n + 2)} for n in range(64)]
 
@@ -243,10 +243,9 @@ class PPO(PythonRun):
 class GRPO(PPO):
     """GRPO: samples of one prompt are compared with each other, without a critic.
 
-    It takes a model, prompts and a reward like `PPO`, whose other parameters it also has. The most
-    important are `n` (samples per prompt), `lr`, `batch_size` (prompts per step),
-    `max_response_length` (tokens) and `save_to` (the run folder). As in the paper, the loss has a
-    KL to the initial model, with the weight 0.04; `kl_loss_coef` changes it.
+    The most important parameters after the model, the prompts and the reward are `n`, `lr`,
+    `batch_size`, `max_response_length` and `save_to`. As in the paper, the loss has a KL to the
+    initial model, with the weight 0.04; `kl_loss_coef` changes it.
 
         run = GRPO("Qwen/Qwen3-0.6B", prompts, reward, n=8, lr=1e-6, save_to="runs/grpo")
         run.fit(steps=100)
@@ -258,7 +257,7 @@ class GRPO(PPO):
 class AsyncPPO(PPO):
     """PPO that generates and trains at the same time, on separate pools.
 
-    The parameters are those of `PPO`. For example, on two GPUs, one of which generates:
+    For example, on two GPUs, one of which generates:
 
         run = AsyncPPO("Qwen/Qwen3-0.6B", prompts, reward, algorithm="grpo", lr=1e-6)
         run.fit(steps=100)
@@ -338,7 +337,7 @@ class RowsRun(PythonRun):
 class SFT(RowsRun):
     """Supervised fine-tuning (SFT) on texts, chats, or dicts with `prompt` and `response`.
 
-    `SFT.__init__` describes the parameters. For example, on one row:
+    For example, on one row:
 
         SFT("Qwen/Qwen3-0.6B", [{"prompt": "2 + 2", "response": "4"}], lr=1e-5).fit(steps=10)
     """
@@ -354,7 +353,7 @@ class SFT(RowsRun):
 class RewardModelTraining(RowsRun):
     """Training of a reward model on pairs: dicts with `chosen`, `rejected` and usually `prompt`.
 
-    It is the command `verl-like reward-model`. The parameters are those of `SFT`. For example:
+    It is the command `verl-like reward-model`. For example, on one pair:
 
         pair = {"prompt": "Hi", "chosen": "Hello!", "rejected": "?"}
         RewardModelTraining("Qwen/Qwen3-0.6B", [pair]).fit()
@@ -371,7 +370,7 @@ class RewardModelTraining(RowsRun):
 class DPO(RowsRun):
     """Training with DPO or another preference loss, on pairs like those of `RewardModelTraining`.
 
-    The parameters are those of `SFT`. For example, with pairs for validation:
+    For example, with pairs for validation:
 
         DPO("Qwen/Qwen3-0.6B", pairs, val_pairs, lr=1e-6).fit(steps=100)
     """
@@ -388,7 +387,7 @@ class DPO(RowsRun):
 
 
 class KTO(DPO):
-    """Training with KTO on responses that have a label; the parameters are those of `SFT`.
+    """Training with KTO on responses that have a label.
 
     For example, on one row:
 
