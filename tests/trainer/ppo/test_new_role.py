@@ -20,7 +20,7 @@ from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
 from workers.columns import COLUMNS, reads_of
 from workers.roles.actor import ActorWorker
-from workers.training.role_model import RoleModelSpec
+from workers.training.role_model_spec import RoleModelSpec
 
 METHOD = "judge.compute_judge_log_prob"
 JUDGED = COLUMNS.pop("judge_log_prob")  # added when the class was imported
