@@ -369,8 +369,9 @@ def lr_schedule_table() -> str:
 
 
 def correction_table() -> str:
-    """The presets of `correction`."""
-    return f"{_code(PPO.preset_names('correction'))}."
+    """The presets of `correction`: what each file says of itself."""
+    names = PPO.preset_names("correction")
+    return _list([[f"`{name}`", _about_preset("correction", name)] for name in names])
 
 
 def command_list() -> str:

@@ -136,8 +136,8 @@ def check(
 ) -> RunResult:
     """Make the checks of a run, print the plan, and start nothing.
 
-    If `plan` is given, its text replaces the short plan. If a check fails, at most the memory is
-    printed, which needs no data.
+    If `plan` is given, its text replaces the short plan. If a check fails, nothing is printed, and
+    the error's notes have the memory, which needs no data.
     """
     trainer_cls = _checked_class(config, trainer_cls, callbacks)
     if is_remote(config.trainer.default_local_dir):
@@ -147,12 +147,12 @@ def check(
     with reproducible_arithmetic():
         try:
             lines = preflight_lines(config, trainer_cls)
-        except VerlLikeError:
+        except VerlLikeError as error:
             with suppress(VerlLikeError):
                 describe = trainer_cls.recipe.describe
                 for memory in describe(config, trainer_cls, True)[:1]:
-                    if not memory.startswith(UNKNOWN):
-                        print(printable(memory), flush=True)
+                    for line in () if memory.startswith(UNKNOWN) else memory.splitlines():
+                        error.add_note(line)
             raise
         if plan is not None:
             print(plan(config), flush=True)

@@ -10,7 +10,8 @@ before a run
   plan [key=value ...]          propose GPUs for every role
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss or estimator on small batches
-  doctor, join RUN_DIR          check this machine, add it to a run in progress
+  doctor                        check this machine
+  join RUN_DIR                  add this machine to a run in progress
   make-tiny DIR                 write a tiny model and data for experiments
 after a run
   report RUN_DIR                write RUN_DIR/report.html again
@@ -25,6 +26,7 @@ serve, and move from another framework
   migrate SYSTEM FILE           translate a script of verl, TRL and others
 Every key with its meaning: RECIPE --cfg all   (RECIPE: a command under train)
 First try: verl-like make-tiny tiny   (make-tiny --help shows how to train it)
+Guides: docs/index.md in the clone; COMMAND --help explains a command
 """
 
 from __future__ import annotations

@@ -153,15 +153,17 @@ def test_a_python_that_starts_no_worker_is_rejected(tiny_dir: Path, tmp_path: Pa
         main([*settings, "ray.runtime_env={py_executable: uv run --nowhere}"])
 
 
-def test_an_error_about_data_comes_after_only_the_memory(
+def test_an_error_about_data_comes_before_the_memory(
     tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = overrides(tiny_dir, tmp_path / "run", f"data.train_files={tmp_path}/absent.jsonl")
-    with pytest.raises(SystemExit, match="absent.jsonl"):
+    with pytest.raises(SystemExit) as ended:
         main(["--full", *settings])
-    memory, store = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"Peak memory per device: .* MiB", memory)
-    assert store.startswith("Ray's object store on the driver's node: about ")
+    error, memory, store = str(ended.value).splitlines()
+    assert "absent.jsonl" in error
+    assert re.fullmatch(r"  Peak memory per device: .* MiB", memory)
+    assert store.startswith("  Ray's object store on the driver's node: about ")
+    assert capsys.readouterr().out == ""
 
 
 def test_a_recipe_on_rows_is_checked_by_its_name(

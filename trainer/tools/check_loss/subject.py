@@ -51,6 +51,8 @@ SECTIONS = (PreferenceConfig, AlgorithmConfig, CriticConfig, ActorConfig)
 DEFAULTS = {name: value for section in SECTIONS for name, value in vars(section()).items()}
 """Values of required parameters that are named like configuration keys."""
 DEFAULTS |= {"config": ActorConfig(), "rollout_is_weights": None}
+REWARD_PARAMETERS = {*"response responses solution_str solution_strs ground_truth".split()}
+"""Parameters of a reward function, which no loss has."""
 ALIASES = {
     "response_mask": "mask action_mask loss_mask completion_mask eos_mask",
     "advantages": "adv advs",
@@ -204,6 +206,12 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     kind = min(fits, key=lambda key: [*fits[key].values()].count(""))
     filled = fits[kind]
     if missing := [parameter for parameter in filled if not filled[parameter]]:
+        if of_reward := REWARD_PARAMETERS.intersection(missing):
+            raise ConfigError(
+                f"{name} reads {', '.join(sorted(of_reward))}, so it is a reward function, not a "
+                "loss or an estimator. To try it on rows of your data: verl-like check "
+                "reward=FILE.py:NAME data.train_files=... actor_rollout_ref.model.path=..."
+            )
         raise ConfigError(
             f"{name} has the parameters {format_signature(signature)}, but the kind {kind} has no "
             f"{', '.join(missing)}. It has {', '.join([*_columns(kind), *counts_of()])}, and all "
