@@ -11,6 +11,7 @@ import pytest
 
 from tests import ROOT
 from tests.conftest import load
+from trainer.ppo.recipe import PPO
 from trainer.ppo.stages import PPOTrainer
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -68,3 +69,7 @@ def test_the_readme_is_short_and_begins_with_the_status() -> None:
 def test_the_architecture_picture_matches_its_script() -> None:
     script = load("docs/draw_architecture.py")
     assert script.PICTURE.read_text(encoding="utf-8") == script.draw()
+
+
+def test_the_readme_counts_the_presets() -> None:
+    assert f"{len(PPO.preset_names('algorithm'))}\n[presets]" in README
