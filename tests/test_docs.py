@@ -127,3 +127,13 @@ def test_no_block_is_wider_than_the_site_shows() -> None:
         if len(line) > WIDEST and not TABLE_OF_PLAN.match(line)
     ]
     assert wide == []
+
+
+def test_the_page_of_check_loss_prints_the_error_of_its_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = (ROOT / "docs" / "check_loss.md").read_text(encoding="utf-8")
+    (printed,) = re.findall(r"^```text\n(.*?)^```", text, re.M | re.S)
+    first = next(BLOCK.finditer(text))
+    exec(first["code"], {"__name__": "docs"})
+    assert " ".join(printed.split()) in " ".join(capsys.readouterr().out.split())
