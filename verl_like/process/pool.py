@@ -377,7 +377,10 @@ class UserEnd:
         self._socket.close()
 
     def _read(self, count: int) -> bytes:
-        content = self._incoming.read(count)
+        try:
+            content = self._incoming.read(count)
+        except ConnectionResetError:  # the driver was killed
+            content = b""
         if len(content) < count:
             raise EOFError
         return content

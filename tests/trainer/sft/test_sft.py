@@ -149,7 +149,7 @@ def test_all_tokens_can_be_in_the_loss(
         ("model.path=nowhere", r"model\.path=nowhere is not a Hugging Face model folder"),
         ("data.train_files={bad}", r"bad\.jsonl, line 1: 'response' is empty"),
         ("data.train_files={chat}", r"chat\.jsonl, line 1: 'messages' has no message"),
-        ("data.train_files={other}", r"line 1: it has neither 'messages', .* columns: words\.$"),
+        ("data.train_files={other}", r"line 1: it has neither 'messages', .* columns: words\."),
     ],
 )
 def test_a_dry_run_finds_errors_in_model_and_rows(
