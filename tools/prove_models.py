@@ -585,8 +585,9 @@ def ways_of(config: Any) -> Ways:
         ways |= ways_with(config, "eager", ["head"])
     for way in BY_ATTENTION:
         results = {name: each.get(way) for name, each in by_attention.items()}
-        if len(results) == 2 and results["sdpa"] == results["eager"] is not None:
-            ways[way] = results["sdpa"]
+        of_both = results.get("sdpa")
+        if of_both is not None and results.get("eager") == of_both:
+            ways[way] = of_both
         else:
             ways |= {f"{way}@{n}": limits for n, limits in results.items() if limits is not None}
     return ways
