@@ -20,7 +20,8 @@ that shows it and the likely cause; the exit code is then 1.
   --kind policy|value|preference|estimator
                       if a loss and an estimator share a name
   --set KEY=VALUE     a setting of the function; repeatable
-  --skip RELATION     a relation to leave out; repeatable
+  --skip RELATION     a relation to leave out, by the name that the command
+                      prints; repeatable
 """
 
 from __future__ import annotations
