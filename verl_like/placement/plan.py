@@ -116,15 +116,18 @@ class Placement:
 
         rooms = [_Room(node) for node in nodes]
         plans = {}
-        for pool, per_node in counts.items():
-            need = settled[pool]
+        # other pools leave the nodes to those that need a label or a resource
+        for pool in sorted(
+            counts, key=lambda pool: not (settled[pool].labels or settled[pool].resources)
+        ):
+            per_node, need = counts[pool], settled[pool]
             chosen = _choose_nodes(pool, counts, rooms, need)
             gpus = need.devices_on(chosen[0]) if chosen[0].kind == "GPU" else 0.0
             parts = tuple(per_node), chosen, tuple(roles[pool])
             plans[pool] = PoolPlan(
                 pool, *parts, need.cpus or 0.0, gpus, need.resources, need.labels
             )
-        return cls(plans)
+        return cls({pool: plans[pool] for pool in counts})
 
     def moved(self, pool: str, nodes: Sequence[NodeSpec]) -> Placement:
         """Return the plan after a loss of nodes; `nodes` are the remaining ones.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from verl_like import Placement
@@ -198,6 +200,16 @@ def test_a_pool_is_placed_only_on_nodes_with_its_labels() -> None:
     assert plan.moved("p", nodes).pools["p"].nodes == (nodes[1],)
     with pytest.raises(InsufficientResourcesError, match="with --labels=zone=two, or change pool_"):
         Placement.plan({"p": [2]}, {"actor": "p"}, nodes[:1], needs=needs)
+
+
+@pytest.mark.parametrize("need", [{"labels": {"zone": "two"}}, {"resources": {"disk": 1.0}}])
+def test_other_pools_leave_the_nodes_to_a_pool_that_needs_them(need: dict[str, Any]) -> None:
+    special = NodeSpec("b", 2, 2.0, key="b", labels={"zone": "two"}, resources={"disk": 2.0})
+    nodes = [special, NodeSpec("a", 2, 2.0, key="a", labels={}, resources={})]
+    pools, roles = {"first": [2], "second": [2]}, {"actor": "first", "critic": "second"}
+    plan = Placement.plan(pools, roles, nodes, needs={"second": ProcessNeeds(**need)})
+    assert [*plan.pools] == ["first", "second"]
+    assert plan.pools["second"].nodes == (special,)
 
 
 def test_a_pool_of_several_nodes_stays_in_one_rack_if_it_fits_there() -> None:
