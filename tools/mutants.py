@@ -31,7 +31,7 @@ OTHER: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult},
     **{ast.FloorDiv: ast.Div, ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd},
 }
-"""What replaces an operator."""
+"""The operators that a fault replaces, and the new ones."""
 NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = ("logger", "warnings", "super")
 LIMIT_S = 300.0

@@ -313,16 +313,16 @@ def test_metrics_of_chunks_add_up_to_those_of_the_batch(batch: Columns) -> None:
     )
     correction = RolloutCorrection.of(settings)
     new, old, mask = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
-    whole, summed = correction.gauge(), correction.gauge()
-    weights, remaining = correction(new, old, mask, whole)
+    at_once, summed = correction.gauge(), correction.gauge()
+    weights, remaining = correction(new, old, mask, at_once)
     chunks = []
     for rows in ([3], [0, 4], [1, 2, 5]):
         weights_of_rows, remaining_of_rows = correction(new[rows], old[rows], mask[rows], summed)
         assert weights_of_rows is not None
         chunks.append((weights_of_rows, remaining_of_rows))
 
-    assert summed.metrics() == pytest.approx(whole.metrics())
-    assert len(whole.metrics()) == 49
+    assert summed.metrics() == pytest.approx(at_once.metrics())
+    assert len(at_once.metrics()) == 49
     order = torch.tensor([3, 0, 4, 1, 2, 5])
     torch.testing.assert_close(torch.cat([chunk[0] for chunk in chunks]), weights[order])
     assert torch.equal(torch.cat([chunk[1] for chunk in chunks]), remaining[order])

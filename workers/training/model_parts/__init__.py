@@ -1,15 +1,6 @@
 """Optional features of a model (LoRA, int8, router replay, ...).
 
-Each is a `ModelPart` that changes the module itself.
-
-Example:
-
-    for part in parts: part.check(model)        # before there is a module
-    for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
-    ...                                         # the module is sharded and gets its weights
-    for part in parts: part.finish(model)
-    with part.computing(): part.fed(feed)       # around passes, and before each
-
+Each is a `ModelPart` that changes the module itself; its docstring shows the order of the calls.
 `layers` has the small parts; the others have their own files.
 """
 
