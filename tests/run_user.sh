@@ -14,8 +14,12 @@ python - <<'END'
 import pathlib, re
 
 text = pathlib.Path("README.md").read_text(encoding="utf-8")
-(block,) = re.findall(r"^```python\n(from verl_like import GRPO\n.*?)^```", text, re.M | re.S)
-exec(block)
+run, estimator = re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)
+exec(run)
+pathlib.Path("my_algorithm.py").write_text(estimator, encoding="utf-8")
+from my_algorithm import best_of_group
+
+exec(run.replace("n=8,", 'n=8, algorithm={"adv_estimator": best_of_group},'))
 END
 verl-like ppo algorithm=ppo actor_rollout_ref.model.path=sums/model data.train_files=sums/train.parquet \
     data.train_batch_size=32 data.max_prompt_length=16 data.max_response_length=4 \

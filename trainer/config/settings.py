@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -134,9 +135,17 @@ def as_text(value: Any, key: str) -> str:
         return f"{{{', '.join(f'{name}: {as_text(v, key)}' for name, v in value.items())}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(as_text(item, key) for item in value)}]"
+    if isinstance(value, type | FunctionType):
+        if value.__module__ == "__main__" or "." in value.__qualname__:
+            raise ConfigError(
+                f"{key}={value.__qualname__}: worker processes import it by its name, so define it "
+                "at the top level of a module, such as my_algorithm.py, and import it from there."
+            )
+        return f"{value.__module__}.{value.__qualname__}"
     raise ConfigError(
         f"{key}={value!r}: an object of type {type(value).__name__} cannot be the value of a "
-        "key; values are numbers, texts, true, false, null, lists and dicts of them."
+        "key; values are numbers, texts, true, false, null, functions and classes of modules, "
+        "and lists and dicts of these."
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.config.settings import as_text, flat_settings, overrides_of, parse
+from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -58,6 +59,17 @@ def test_an_object_without_a_text_form_is_rejected() -> None:
         ConfigError, match=r"data\.shuffle=<object .*: an object of type object cannot be the value"
     ):
         overrides_of({"data.shuffle": object()})
+
+
+def test_a_function_of_a_module_is_written_as_its_path() -> None:
+    assert overrides_of({"algorithm.adv_estimator": compute_grpo_outcome_advantage}) == [
+        "algorithm.adv_estimator=trainer.ppo.advantages.grpo.compute_grpo_outcome_advantage"
+    ]
+
+
+def test_a_function_that_workers_cannot_import_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"adv_estimator=.*<lambda>: worker processes import it"):
+        overrides_of({"algorithm.adv_estimator": lambda rewards: rewards})
 
 
 def test_a_dict_is_a_configuration() -> None:
