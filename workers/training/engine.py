@@ -209,29 +209,17 @@ class TrainEngine(Model):
         pass_outputs: PassOutputs | None,
         batches: MicroBatches,
     ) -> dict[str, Tensor]:
-        """Run all passes of a mini-batch; return this rank's contributions to the metrics."""
+        """Run all passes of a mini-batch; return this rank's contributions to the metrics.
+
+        Columns stay ragged until they reach the loss, whose arguments are padded [rows, R] as in
+        verl. Token ids, their mask and their positions are padded only if the loss declares them.
+        """
         for part in self.parts:
             loss = part.extend_loss(self, self.reading, batches, loss)
         set_training_mode(self.module)
         if self.gradient_watch is not None:
             self.gradient_watch.begin()
-        totals = self.add_gradients(batch, batches, loss, pass_outputs)
-        if self.gradient_watch is not None:
-            self.gradient_watch.drop_unreached(self.groups.loss)
-        return totals
 
-    def add_gradients(
-        self,
-        batch: MiniBatch,
-        batches: MicroBatches,
-        loss: Loss,
-        pass_outputs: PassOutputs | None = None,
-    ) -> dict[str, Tensor]:
-        """Run forward and backward passes; return this rank's contributions to the metrics.
-
-        Columns stay ragged until they reach the loss, whose arguments are padded [rows, R] as in
-        verl. Token ids, their mask and their positions are padded only if the loss declares them.
-        """
         totals: dict[str, Tensor] = {}
         names = ((batch.columns.keys() - {*TOKENS}) | {*loss.columns}) - {ROUTED, IMAGES}
         passes = self.layers.train(self.reading, batches, loss)
@@ -255,6 +243,8 @@ class TrainEngine(Model):
                     # a dummy adds nothing
                     share = share if num_real else torch.zeros((), device=self.device)
                     totals[name] = totals[name] + share if name in totals else share
+        if self.gradient_watch is not None:
+            self.gradient_watch.drop_unreached(self.groups.loss)
         return totals
 
     def forward_backward_rows(

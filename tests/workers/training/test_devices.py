@@ -48,8 +48,8 @@ def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
     data = batch_with_more()
     rows = Rows.take(data, (*INPUTS, *names))
     with worker.engine.running(worker.engine.optimizer):
-        totals: dict[str, torch.Tensor] = worker.engine.add_gradients(
-            mini_batch(rows, 0, 1, None), [(rows.columns, len(data))], loss_of(worker, data)
+        totals: dict[str, torch.Tensor] = worker.engine.run_passes(
+            mini_batch(rows, 0, 1, None), loss_of(worker, data), None, [(rows.columns, len(data))]
         )
     return totals
 
