@@ -1,6 +1,6 @@
 """Compare an int8 reference with a float32 one: memory while loading, seconds, and log-probs.
 
-    python benchmarks/bench_quantization.py [--hidden 1024] [--layers 8] [--rows 32] [--small]
+    python benchmarks/bench_quantization.py [--hidden 1024] [--layers 8] [--rows 32]
 
 Each side is a `ReferenceWorker` with a Llama with random weights, in its own process with one
 thread. Memory is the growth of anonymous memory (`RssAnon`, which excludes file pages) to its peak
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,38 +21,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sides import ask, full_rows, make_llama
 
-ROOT = Path(__file__).resolve().parents[1]
+from verl_like import DataProto
+from verl_like.process.info import OWN_PROCESS
+
 VOCABULARY, PROMPT, RESPONSE = 512, 8, 56
 
 
 def make_model(folder: Path, hidden: int, layers: int) -> None:
     """Write random weights that are large enough to give tokens different probabilities."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        initializer_range=hidden**-0.5,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def make_rows(count: int) -> Any:
-    """Return full rows of random tokens."""
-    from verl_like import DataProto
-
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY, (count, PROMPT + RESPONSE), generator=generator)
-    ones = torch.ones_like(ids)
-    columns = {"input_ids": ids, "attention_mask": ones, "position_ids": ones.cumsum(1) - 1}
-    responses = {"responses": ids[:, PROMPT:].clone(), "response_mask": ones[:, PROMPT:].clone()}
-    return DataProto.from_dict(columns | responses)
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 3 * hidden}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    make_llama(folder, hidden, layers, **sizes, **heads, initializer_range=hidden**-0.5)
 
 
 def anonymous_mib() -> float:
@@ -112,7 +92,9 @@ def run_side(folder: Path, num_rows: int, quantization: str | None) -> dict[str,
         weight = layer.weight
         parts = (weight.numbers, weight.scales) if isinstance(weight, Int8Weight) else (weight,)
         linear_bytes += sum(part.untyped_storage().nbytes() for part in parts)
-    rows, seconds = make_rows(num_rows), []
+    words = range(3, VOCABULARY)
+    rows = DataProto.from_dict(full_rows(num_rows, PROMPT, RESPONSE, words, (), 0.0))
+    seconds = []
     for _ in range(3):
         began = time.process_time()
         scored = reference.compute_ref_log_prob(rows)
@@ -125,33 +107,16 @@ def run_side(folder: Path, num_rows: int, quantization: str | None) -> dict[str,
     }
 
 
-def start_side(folder: Path, num_rows: int, side: str) -> dict[str, Any]:
-    """Run `run_side` in a new process, set up like a command's worker."""
-    as_worker = {
-        "OMP_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "VERL_LIKE_PROCESS": "1",
-    }
-    command = [sys.executable, __file__, "--folder", str(folder), "--rows", str(num_rows)]
-    done = subprocess.run(
-        [*command, "--side", side],
-        env=os.environ | as_worker,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def compare(hidden: int, layers: int, num_rows: int) -> dict[str, float]:
     """Compare both sides; return int8's values as fractions of float32's."""
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder) / "whole", hidden, layers)
         make_model(Path(folder) / "tiny", 64, 1)
         model_mib = (Path(folder) / "whole" / "model.safetensors").stat().st_size / 2**20
-        sides = {side: start_side(Path(folder), num_rows, side) for side in ("float32", "int8")}
+        sides = {
+            side: ask(sys.executable, __file__, f"--rows={num_rows}", f"--folder={folder}", side)
+            for side in ("float32", "int8")
+        }
 
     report = {"model_mib": model_mib}
     log_probs = [torch.tensor(figures.pop("log_probs")) for figures in sides.values()]
@@ -171,18 +136,17 @@ def main() -> None:
     )
     for name, default in (("--hidden", 1024), ("--layers", 8), ("--rows", 32)):
         parser.add_argument(name, type=int, default=default)
-    parser.add_argument("--small", action="store_true", help="small sizes, for a test")
-    for name in ("--folder", "--side"):
-        parser.add_argument(name, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("side", nargs="?", help=argparse.SUPPRESS)
+    options = parser.parse_args()
 
-    if args.side:
+    if options.side:
         torch.set_num_threads(1)
-        wanted = None if args.side == "float32" else args.side
-        print(json.dumps(run_side(Path(args.folder), args.rows, wanted)))
+        os.environ[OWN_PROCESS] = "1"
+        quantization = "int8" if options.side == "int8" else None
+        print(json.dumps(run_side(options.folder, options.rows, quantization)))
         return
-    sizes = (256, 16, 2) if args.small else (args.hidden, args.layers, args.rows)
-    report = compare(*sizes)
+    report = compare(options.hidden, options.layers, options.rows)
     print(json.dumps({name: float(f"{value:.4g}") for name, value in report.items()}, indent=1))
 
 

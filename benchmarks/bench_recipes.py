@@ -30,19 +30,12 @@ SIDES = {
     "reward_model": (*OURS, "trl"),
     "dpo": (*OURS, "trl"),
 }
-TIMES_TRL = {
-    ("sft", "full"): 1.2,
-    ("sft", "tailed"): 2.5,
-    ("reward_model", "full"): 1.2,
-    ("reward_model", "tailed"): 1.5,
-    ("dpo", "full"): 1.2,
-    ("dpo", "tailed"): 1.5,
-}
-"""Minimum speedup of a step over TRL."""
+TIMES_TRL = {"full": 1.2, "tailed": 1.5}
+"""Kind of rows -> minimum speedup of a step over TRL."""
 LOSSES_APART = 1e-5
 """Largest allowed difference of a step's loss from TRL's."""
 Answer = dict[str, dict[str, Any]]
-"""Kind of rows -> `step_s`, `cpu_s`, `losses`."""
+"""Kind of rows -> `step_s`, `losses`."""
 
 
 def losses_apart(first: Answer, second: Answer, kind: str) -> float:
@@ -57,27 +50,26 @@ def compare(
     """Print the recipe's lines of the table, and add its `figures`; return the limits missed."""
     missed = []
     for kind in KINDS:
-        wall, cpu = (
-            {side: statistics.median(r[side][kind][key] for r in rounds) for side in SIDES[recipe]}
-            for key in ("step_s", "cpu_s")
-        )
+        wall = {
+            side: statistics.median(r[side][kind]["step_s"] for r in rounds)
+            for side in SIDES[recipe]
+        }
         others = [side for side in SIDES[recipe] if side not in OURS]
         fastest = min(others, key=lambda side: wall[side])
         times = wall[fastest] / wall["ours"]
         compiled_times = wall[fastest] / wall["compiled"]
-        cpu_times = min(cpu[side] for side in others) / cpu["ours"]
         apart = max(
             losses_apart(r[our], r[side], kind) for r in rounds for our in OURS for side in others
         )
 
-        limit = TIMES_TRL[recipe, kind]
+        limit = TIMES_TRL[kind]
         name = f"{recipe}, {kind} rows"
         columns = ("ours", "compiled", "trl", "trl_free")
         shown = " ".join(f"{wall.get(side, 0):>8.3f}" for side in columns)
-        row = f"{name:<26}{shown} {times:>8.2f} >= {limit} {cpu_times:>8.2f} {compiled_times:>8.2f}"
+        row = f"{name:<26}{shown} {times:>8.2f} >= {limit} {compiled_times:>8.2f}"
         row += f"{apart:>12.1e}"
         print(row, flush=True)
-        figures[name] = {"times": times, "times_by_cpu": cpu_times, "losses_apart": apart}
+        figures[name] = {"times": times, "losses_apart": apart}
         figures[name]["compiled_times"] = compiled_times
         figures[name] |= {f"{side}_s": seconds for side, seconds in wall.items()}
         if times < limit:
@@ -106,7 +98,7 @@ def main() -> None:
     print(
         f"{'seconds of a step':<26}{'ours':>8} {'compiled':>8} {'trl':>8} {'pad.free':>8}", end=""
     )
-    print(f"{'times':>9} wanted   by CPU compiled losses apart")
+    print(f"{'times':>9} wanted compiled losses apart")
     with tempfile.TemporaryDirectory() as folder:
         ask(sys.executable, SIDE, "make", folder)
         for recipe in options.only.split(","):

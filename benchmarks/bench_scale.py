@@ -1,17 +1,15 @@
 """Measure the driver's cost of whole PPO steps, for 64 to 4,096 ranks simulated in this process.
 
-    python benchmarks/bench_scale.py [--ranks 64 256 1024 4096] [--tp 8] [--recipe async]
+    python benchmarks/bench_scale.py [--ranks 64 256 1024 4096] [--tp 8]
     python benchmarks/bench_scale.py --ranks 1024 4096 --samples 1
-    python benchmarks/bench_scale.py --ranks 1024 --profile
     python benchmarks/bench_scale.py --ranks 1024 --folder FOLDER     # keeps the run folder
 
 The loop, the step, its dataflow, placement, groups, futures, balancing, process monitoring, the run
 folder and the checkpoint after the last step are the real ones. Workers are simulated
-(`simulated_roles.py`). Nodes have eight devices; half of the nodes have actor, rollout and
+(`simulated.py`). Nodes have eight devices; half of the nodes have actor, rollout and
 reference, the others critic and reward model. A batch has `--samples` (4) per rank, with up to 512
 + 512 tokens, so 4,096 samples at 1,024 ranks. With `--tp 8`, eight ranks share a model, and the
-batch has the same size. With `--recipe async`, each node in one half is a generator, and the run
-has a buffer, a ledger and weight deliveries.
+batch has the same size.
 
 Every number of ranks runs in a separate process. The table has these rows:
 
@@ -41,23 +39,18 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 256, 1024, 4096])
-    parser.add_argument("--recipe", default="ppo", choices=("ppo", "async"))
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--folder", default="")
-    parser.add_argument("--profile", action="store_true")
     chosen = parser.parse_args()
     results = {}
     for num_ranks in chosen.ranks:
         sizes = map(str, (num_ranks, chosen.tp, chosen.samples, chosen.steps))
-        rest = chosen.recipe, *sizes, chosen.folder, str(chosen.profile)
-        side = ask(sys.executable, str(HERE / "scale_side.py"), *rest)
-        if chosen.profile:
-            print(side.pop("profile"))
-        results[num_ranks] = side
+        rest = *sizes, chosen.folder
+        results[num_ranks] = ask(sys.executable, str(HERE / "scale_side.py"), *rest)
 
-    print(f"{chosen.recipe}, tp={chosen.tp}, {chosen.samples} samples per rank")
+    print(f"ppo, tp={chosen.tp}, {chosen.samples} samples per rank")
     print(f"{'ranks':<18}" + "".join(f"{num:>10,}" for num in results))
     for name in next(iter(results.values())):
         print(f"{name:<18}" + "".join(f"{side[name]:>10,.4g}" for side in results.values()))

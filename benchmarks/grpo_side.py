@@ -4,10 +4,8 @@ It prints JSON. The arguments of `python benchmarks/grpo_side.py` are:
 
     make FOLDER                                  write model and prompts for both sides
     ours|compiled|trl FOLDER fixed|tailed STEPS [SEED]    mean reward of every step
-    replay FOLDER fixed|tailed STEPS             distance of TRL's weights from ours
 
-`compiled` is our side with `model.compile=on`. `replay` passes the samples of our run to TRL's loss
-and optimizer; its Python needs both packages.
+`compiled` is our side with `model.compile=on`.
 
 `fixed`: every response has 32 tokens, because the model cannot generate its end token. `tailed`: a
 random model ends a response with the same probability after every token, so lengths have a long
@@ -24,9 +22,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from sides import MODEL, tokenizer_of_model
+
 NUM_PROMPTS, NUM_SAMPLES, LEARNING_RATE = 64, 4, 1e-3
 WIDTHS = {"fixed": 32, "tailed": 256}
-VOCABULARY = 64
 
 
 def make(folder: Path) -> None:
@@ -36,24 +35,16 @@ def make(folder: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    from trainer.cli.make_tiny import make_rows, make_tokenizer
+    from trainer.cli.make_tiny import make_rows
 
     for kind in WIDTHS:
-        tokenizer = make_tokenizer()
-        while len(tokenizer) < VOCABULARY:
-            tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
+        tokenizer = tokenizer_of_model()
         if kind == "fixed":
             tokenizer.add_special_tokens({"eos_token": "<never>"})
 
         torch.manual_seed(0)
         config = Qwen2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=128,
-            intermediate_size=512,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
+            **MODEL,
             tie_word_embeddings=False,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=None if kind == "fixed" else tokenizer.eos_token_id,
@@ -160,75 +151,6 @@ def trl(folder: Path, kind: str, steps: int, seed: int = 1) -> list[float]:
     return [line["reward"] for line in trainer.state.log_history if "reward" in line]
 
 
-def recorded_run(
-    folder: Path, kind: str, steps: int
-) -> tuple[list[float], list[Any], list[list[Any]]]:
-    """Run our side; return its rewards, the batch of every update, and the weights around each."""
-    from workers.roles import actor as role
-    from workers.training import engine as training
-
-    batches: list[Any] = []
-    weights: list[list[Any]] = []
-    update, guarded_step = role.update, training.guarded_step
-
-    def noting_update(engine: Any, data: Any, *args: Any, **kwargs: Any) -> Any:
-        batches.append({name: column.clone() for name, column in data.batch.items()})
-        return update(engine, data, *args, **kwargs)
-
-    def noting_step(optimizer: Any, parameters: Any, *settings: Any) -> float:
-        if not weights:
-            weights.append([parameter.detach().clone() for parameter in parameters])
-        norm = guarded_step(optimizer, parameters, *settings)
-        weights.append([parameter.detach().clone() for parameter in parameters])
-        return norm
-
-    role.update = noting_update
-    training.guarded_step = noting_step
-    return ours(folder, kind, steps), batches, weights
-
-
-def replay(folder: Path, kind: str, steps: int) -> dict[str, list[float]]:
-    """Return how far TRL's loss and optimizer move weights from ours on the samples of our run.
-
-    Distances are relative to how far our weights have moved since the first step.
-    """
-    import torch
-
-    rewards, batches, weights = recorded_run(folder, kind, steps)
-    with tempfile.TemporaryDirectory() as run_folder:
-        trainer = trl_trainer(folder, kind, steps, 1, run_folder)
-    trainer.create_optimizer()
-    trainer.model.train()
-    trainer.current_gradient_accumulation_steps = 1
-
-    parameters, distances = list(trainer.model.parameters()), []
-    for batch, reached in zip(batches, weights[1:], strict=True):
-        prompts = slice(batch["input_ids"].shape[1] - batch["responses"].shape[1])
-        inputs = {
-            "prompt_ids": batch["input_ids"][:, prompts],
-            "prompt_mask": batch["attention_mask"][:, prompts],
-            "completion_ids": batch["responses"],
-            "completion_mask": batch["response_mask"],
-            "advantages": batch["advantages"][:, 0],
-            "num_items_in_batch": batch["response_mask"].sum(),
-        }
-
-        trainer._compute_loss(trainer.model, inputs).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, trainer.args.max_grad_norm)
-        trainer.optimizer.step()
-        trainer.model.zero_grad()
-        distances.append(distance(parameters, reached) / distance(weights[0], reached))
-    return {"rewards": rewards, "relative_distance": distances}
-
-
-def distance(weights: Any, others: Any) -> float:
-    """Return the Euclidean distance between two lists of tensors."""
-    squares = 0.0
-    for weight, expected in zip(weights, others, strict=True):
-        squares += float((weight.detach() - expected).square().sum())
-    return squares**0.5
-
-
 def main() -> None:
     """Parse the command line, and run the benchmark."""
     import torch
@@ -240,7 +162,7 @@ def main() -> None:
         make(folder)
         return
     compiled = partial(ours, compiles="on")
-    side: Any = {"ours": ours, "compiled": compiled, "trl": trl, "replay": replay}[command]
+    side: Any = {"ours": ours, "compiled": compiled, "trl": trl}[command]
     print(json.dumps(side(folder, sys.argv[3], *map(int, sys.argv[4:]))))
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
@@ -31,7 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sides import ENV, HERE, actor_worker, ask, full_rows
+from sides import HERE, actor_worker, ask, full_rows
 
 RECORD = HERE / "guard.json"
 TOLERANCE = 1.25
@@ -154,26 +154,9 @@ def sft(folder: Path) -> Times:
 
     make(folder)
     rows = json.loads((folder / "rows.json").read_text("utf-8"))[KINDS[0]]
-    step, module = our_step_and_module(our_step, folder, rows)
-    num_tokens = 64 * 40
-    floor = products(module, num_tokens, 64 * 32, trains=True)
-    return alternate(step, floor, rounds=10)
-
-
-def our_step_and_module(our_step: Any, folder: Path, rows: Any) -> tuple[Work, Any]:
-    """Return the step of `recipes_side.py`, and the module that it trains."""
-    from workers.training.engine import TrainEngine
-
-    engines: list[Any] = []
-    build = TrainEngine.build
-
-    def noting_build(self: Any, *args: Any, **kwargs: Any) -> None:
-        engines.append(self)
-        build(self, *args, **kwargs)
-
-    TrainEngine.build = noting_build  # type: ignore[method-assign]
-    step = our_step("sft", folder, rows)
-    return lambda: step(1), engines[0].module
+    step, module = our_step("sft", folder, rows)
+    floor = products(module, 64 * 40, 64 * 32, trains=True)
+    return alternate(lambda: step(1), floor, rounds=10)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -214,12 +197,14 @@ def echo(folder: Path) -> Times:
     """Measure 27 MB of columns that are split over two workers and concatenated again."""
     import numpy as np
     import ray
-    from core_side import columns
+    import torch
 
     from verl_like import DataProto
 
     group, actors = on_ray()
-    tensors = columns(1024, 512)
+    rows, width = 1024, 512
+    tensors = {f"ids_{n}": torch.arange(rows * width).reshape(rows, width) % 997 for n in range(4)}
+    tensors |= {f"values_{n}": torch.rand(rows, width) for n in range(5)}
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     batch = DataProto.from_dict(tensors)
 
@@ -255,22 +240,44 @@ def call(folder: Path) -> Times:
 IMPORTS = "import torch, tensordict, transformers.models.qwen2.modeling_qwen2"
 
 
+def run_to_first_step(tiny: Path) -> None:
+    """Run one step of the tiny model in this folder, and write when it began."""
+    from trainer import load_config, run
+
+    class FirstStep:
+        def on_step_begin(self, trainer: Any) -> None:
+            (tiny / "began").write_text(str(time.time()), encoding="utf-8")
+
+    settings = [
+        "trainer.backend=local",
+        f"trainer.default_local_dir={tiny}/run",
+        f"actor_rollout_ref.model.path={tiny}/model",
+        f"data.train_files={tiny}/train.parquet",
+        "data.train_batch_size=16",
+        "data.max_prompt_length=16",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "trainer.total_training_steps=1",
+        "trainer.save_freq=-1",
+        "trainer.logger=[]",
+    ]
+    run(load_config(settings), callbacks=[FirstStep()])
+
+
 def start(folder: Path) -> Times:
     """Measure from the start of the process to the first step of a local run of the tiny model."""
-    from bench_start import CHECKOUT, bare, until_ready
-
-    make_tiny = ["-P", "-m", "trainer.cli.main", "make-tiny", str(folder)]
-    environment = ENV | {"PYTHONPATH": str(CHECKOUT)}
-    subprocess.run(
-        [sys.executable, *make_tiny], check=True, env=environment, stdout=subprocess.DEVNULL
-    )
-    ours, floor = until_ready("local", folder), bare(IMPORTS)
+    ask(sys.executable, "-P", "-m", "trainer.cli.main", "make-tiny", str(folder))
     times: Times = {"ours": [], "floor": []}
     for number in range(3):
-        run, imports = ours()["seconds"], floor()["seconds"]
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        began = time.time()
+        ask(sys.executable, __file__, "--first-step", str(folder))
+        run_s = float((folder / "began").read_text("utf-8")) - began
+        began = time.time()
+        ask(sys.executable, "-c", IMPORTS)
         if number > 0:  # the first process reads the files from disk
-            times["ours"].append(run)
-            times["floor"].append(imports)
+            times["ours"].append(run_s)
+            times["floor"].append(time.time() - began)
     return times
 
 
@@ -354,7 +361,11 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=MEASURES)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
+    parser.add_argument("--first-step", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.first_step:
+        run_to_first_step(options.first_step)
+        return
     if options.measure:
         import torch
 

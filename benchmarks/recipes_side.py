@@ -26,22 +26,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sides import MODEL, tokenizer_of_model
 
 PROMPT, LONGEST = 8, 256
 NUM_ROWS, NUM_STEPS = 64, 6
 """Rows (or pairs) per step; number of steps, the first of which warms up."""
 LEARNING_RATE = 1e-4
 KINDS = ("full", "tailed")
-MODEL = {
-    "vocab_size": 64,
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
 Row = dict[str, list[int]]
 Step = Callable[[int], float]
 """Runs the training step with this number, on its own rows; returns the loss."""
@@ -51,17 +42,14 @@ def make(folder: Path) -> None:
     """Write a Qwen2 with one million parameters, a scorer of that size, and rows of every kind."""
     from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-    from trainer.cli.make_tiny import make_tokenizer
-
     torch.manual_seed(0)
-    tokenizer = make_tokenizer()
-    while len(tokenizer) < MODEL["vocab_size"]:
-        tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
+    tokenizer = tokenizer_of_model()
     for name, model, fields in (
         ("policy", Qwen2ForCausalLM, {}),
         ("scorer", Qwen2ForSequenceClassification, {"num_labels": 1}),
     ):
-        model(Qwen2Config(**MODEL, pad_token_id=0, **fields)).save_pretrained(folder / name)
+        config = Qwen2Config(**MODEL, tie_word_embeddings=True, pad_token_id=0, **fields)
+        model(config).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
     count = NUM_ROWS * NUM_STEPS
@@ -80,8 +68,10 @@ def row_of(num_chosen: int, num_rejected: int) -> Row:
 # ------------------------------------------------------------------------------------------- ours
 
 
-def our_step(recipe: str, folder: Path, rows: Sequence[Row], compiles: str = "auto") -> Step:
-    """Return the step of one of our recipes: the trainer's batch and the worker's update."""
+def our_step(
+    recipe: str, folder: Path, rows: Sequence[Row], compiles: str = "auto"
+) -> tuple[Step, Any]:
+    """Return the step of one of our recipes, batch and update, and the module that it trains."""
     from trainer import load_config
     from verl_like.registry import load_object
     from workers.columns import write_columns
@@ -112,7 +102,7 @@ def our_step(recipe: str, folder: Path, rows: Sequence[Row], compiles: str = "au
             batch = write_columns(batch, ref_log_probs=reference[rows_of(number)])
         return float(worker.update_model(batch)["train/loss"])
 
-    return step
+    return step, worker.engine.module
 
 
 def our_reference(trainer: Any, worker: Any, rows: list[Any]) -> torch.Tensor:
@@ -246,20 +236,15 @@ def main() -> None:
     results = {}
     for kind in KINDS:
         if side in ("ours", "compiled"):
-            step = our_step(recipe, folder, rows[kind], "on" if side == "compiled" else "auto")
+            step, _ = our_step(recipe, folder, rows[kind], "on" if side == "compiled" else "auto")
         else:
             step = trl_step(recipe, folder, rows[kind], free=side == "trl_free")
-        wall, cpu, losses = [], [], []
+        seconds, losses = [], []
         for number in range(NUM_STEPS):
-            began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
             losses.append(step(number))
-            wall.append(time.perf_counter() - began[0])
-            cpu.append(time.process_time() - began[1])
-        results[kind] = {
-            "step_s": statistics.median(wall[1:]),
-            "cpu_s": statistics.median(cpu[1:]),
-            "losses": losses,
-        }
+            seconds.append(time.perf_counter() - began)
+        results[kind] = {"step_s": statistics.median(seconds[1:]), "losses": losses}
     print(json.dumps(results))
 
 

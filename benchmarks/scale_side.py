@@ -1,15 +1,12 @@
 """One side of `bench_scale.py`: steps over simulated ranks.
 
-python scale_side.py RECIPE RANKS TP SAMPLES STEPS FOLDER PROFILE      # prints JSON
+python scale_side.py RANKS TP SAMPLES STEPS FOLDER      # prints JSON
 """
 
 from __future__ import annotations
 
-import cProfile
-import io
 import json
 import os
-import pstats
 import resource
 import statistics
 import sys
@@ -23,16 +20,13 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-from simulated import FarEnds
-from simulated_roles import PROMPT, RESPONSE, Workers
+from simulated import PROMPT, RESPONSE, FarEnds, Workers
 
-from trainer.async_training.recipe import ASYNC
-from trainer.async_training.step import AsyncTrainer
 from trainer.config.compose import load_config
 from trainer.groups import cluster, worker_groups
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import show_plan
-from trainer.loop import Loop, Trainer
+from trainer.loop import Loop
 from trainer.observers.active import active_observers
 from trainer.ppo.recipe import PPO
 from trainer.ppo.stages import PPOTrainer
@@ -114,7 +108,7 @@ class Gauge:
         return {name: statistics.median(row[name] for row in rows) for name in rows[0]} | self._most
 
 
-class Measured(Trainer):
+class MeasuredPPO(PPOTrainer):
     """Records the driver's CPU seconds of stages, and at the end of a checkpoint."""
 
     gauge: ClassVar[Gauge]
@@ -134,18 +128,10 @@ class MeasuredLoop(Loop):
 
     def _commit(self) -> None:
         is_written = self.trainer.run.checkpoints._written is not None
-        before = Measured.gauge.now()["driver s"]
+        before = MeasuredPPO.gauge.now()["driver s"]
         super()._commit()
         if is_written:
-            Measured.cpu_of["commit"] = [Measured.gauge.now()["driver s"] - before]
-
-
-class MeasuredPPO(Measured, PPOTrainer):
-    """A PPO run."""
-
-
-class MeasuredAsync(Measured, AsyncTrainer):
-    """A run with generators."""
+            MeasuredPPO.cpu_of["commit"] = [MeasuredPPO.gauge.now()["driver s"] - before]
 
 
 def make_inputs(folder: Path, num_prompts: int) -> Path:
@@ -176,27 +162,6 @@ def on_two_pools(nodes: int) -> list[str]:
     ]
 
 
-def with_generators(nodes: int) -> list[str]:
-    """Return settings where half of the nodes are a generator each, and the others train."""
-    generators = nodes // 2
-    pools = {f"generator_{generator}_pool": [ON_NODE] for generator in range(generators)}
-    pools["trainer_pool"] = [ON_NODE] * generators
-    spec = ", ".join(f"{name}: {sizes}" for name, sizes in pools.items())
-    return [
-        *(
-            f"async_training.generators={generators}",
-            f"async_training.trainers={generators * ON_NODE}",
-        ),
-        f"resource_pool_spec={{{spec}}}",
-    ]
-
-
-RECIPES = {
-    "ppo": (PPO, MeasuredPPO, on_two_pools),
-    "async": (ASYNC, MeasuredAsync, with_generators),
-}
-
-
 def settings(folder: Path, tiny: Path, num_prompts: int, steps: int) -> list[str]:
     """Return the settings of the run, except for its pools."""
     policy = "actor_rollout_ref"
@@ -215,12 +180,11 @@ def settings(folder: Path, tiny: Path, num_prompts: int, steps: int) -> list[str
 
 
 def run(
-    name: str, num_ranks: int, tp: int, num_prompts: int, steps: int, folder: Path, tiny: Path
+    num_ranks: int, tp: int, num_prompts: int, steps: int, folder: Path, tiny: Path
 ) -> dict[str, float]:
     """Run the steps; return the values per step, and those of the run."""
-    recipe, cls, pools = RECIPES[name]
     keys = settings(folder, tiny, num_prompts, steps)
-    config = load_config([*keys, *pools(num_ranks // ON_NODE)], recipe)
+    config = load_config([*keys, *on_two_pools(num_ranks // ON_NODE)], PPO)
     SimulatedPools.tp, SimulatedPools.far_ends = tp, FarEnds()
     nodes = [NodeSpec(f"node-{n}", ON_NODE, 64.0, key=f"{n}") for n in range(num_ranks // ON_NODE)]
     pretended = {
@@ -231,24 +195,24 @@ def run(
         at_end.enter_context(mock.patch.multiple(worker_groups, **pretended))
         at_end.enter_context(mock.patch.object(cluster, "find_nodes", return_value=nodes))
         lock = at_end.enter_context(FolderLock(folder))
-        inputs = cls.prepare(config, at_end)
-        config = cls.recipe.resolve(config)
+        inputs = MeasuredPPO.prepare(config, at_end)
+        config = MeasuredPPO.recipe.resolve(config)
         open_run_folder(config, lock)
         note_start(folder)
         before_mib = rss_mib()
         groups = at_end.enter_context(WorkerGroups(config))
         groups.note_placement()
-        show_plan(groups.placement, config, cls)
-        Measured.gauge = gauge = Gauge(SimulatedPools.far_ends)
-        run = Run(config, groups, active_observers(config, cls.recipe), [gauge])
-        MeasuredLoop(cls(run, *inputs)).run()
+        show_plan(groups.placement, config, MeasuredPPO)
+        MeasuredPPO.gauge = gauge = Gauge(SimulatedPools.far_ends)
+        run = Run(config, groups, active_observers(config, MeasuredPPO.recipe), [gauge])
+        MeasuredLoop(MeasuredPPO(run, *inputs)).run()
     results = gauge.end()
     stages = {
         f"{stage} s": statistics.median(cpu_s[1:])
-        for stage, cpu_s in Measured.cpu_of.items()
+        for stage, cpu_s in MeasuredPPO.cpu_of.items()
         if cpu_s[1:]
     }
-    saved = Measured.cpu_of["save_checkpoint"][-1] + Measured.cpu_of["commit"][-1]
+    saved = MeasuredPPO.cpu_of["save_checkpoint"][-1] + MeasuredPPO.cpu_of["commit"][-1]
     return results | stages | {"checkpoint s": saved, "MiB": rss_mib() - before_mib}
 
 
@@ -268,24 +232,13 @@ def make_judge(tiny: Path) -> None:
 
 def main() -> None:
     """Print the values as JSON in the last line."""
-    recipe, (num_ranks, tp, samples, steps) = sys.argv[1], map(int, sys.argv[2:6])
-    folder, profiles = sys.argv[6], sys.argv[7] == "True"
+    num_ranks, tp, samples, steps = map(int, sys.argv[1:5])
+    folder = sys.argv[5]
     num_prompts = num_ranks * samples // SAMPLES_A_PROMPT
     torch.set_num_threads(1)
-    # wall time, because reading a CPU clock takes longer than what it would measure
-    profile = cProfile.Profile()
     with tempfile.TemporaryDirectory() as scratch:
         tiny = make_inputs(Path(scratch), 2 * num_prompts)
-        if profiles:
-            profile.enable()
-        results: dict[str, Any] = run(
-            recipe, num_ranks, tp, num_prompts, steps, Path(folder or f"{scratch}/run"), tiny
-        )
-    if profiles:
-        profile.disable()
-        text = io.StringIO()
-        pstats.Stats(profile, stream=text).sort_stats("cumtime").print_stats(100)
-        results["profile"] = text.getvalue()
+        results = run(num_ranks, tp, num_prompts, steps, Path(folder or f"{scratch}/run"), tiny)
     print(json.dumps(results))
 
 

@@ -17,6 +17,37 @@ ENV = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 
+MODEL = {
+    "vocab_size": 64,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+"""A Qwen2 with one million parameters."""
+
+
+def tokenizer_of_model() -> Any:
+    """Return a tokenizer with as many tokens as `MODEL`."""
+    from trainer.cli.make_tiny import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    while len(tokenizer) < MODEL["vocab_size"]:
+        tokenizer.add_tokens(f"<filler-{len(tokenizer)}>")
+    return tokenizer
+
+
+def make_llama(folder: Path, hidden: int, layers: int, **sizes: Any) -> None:
+    """Write a Llama with random weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=hidden, num_hidden_layers=layers, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
 
 def full_rows(
     num_rows: int,

@@ -7,11 +7,9 @@ from pkgutil import resolve_name
 
 import pytest
 
-import workers.losses  # noqa: F401
 from tests import ROOT
 from tests.conftest import load
 from tests.import_graph import PACKAGES, imports_of_file
-from workers.training import lm_head
 
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
 
@@ -21,19 +19,6 @@ def test_a_benchmark_imports_names_that_exist(path: Path) -> None:
     for name, _ in imports_of_file(path):
         if name.partition(".")[0] in PACKAGES:
             resolve_name(name)
-
-
-def test_both_sides_of_the_lm_head_benchmark_agree(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lm_head, "CHUNK_BYTES", lm_head.CHUNK_BYTES)  # the benchmark changes it
-    bench = load("benchmarks/bench_lm_head.py")
-    vocabulary, *_ = bench.SIZES["small"]
-    bench.make_model(tmp_path, vocabulary)
-    chunks, whole = (bench.run_side(tmp_path, "small", in_chunks) for in_chunks in (True, False))
-    for name in ("log_prob_sum", "entropy", "grad_norm"):
-        assert chunks[name] == pytest.approx(whole[name], rel=1e-5)
-    assert chunks["grad_norm"] > 0
 
 
 @pytest.mark.slow

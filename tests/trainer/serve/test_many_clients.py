@@ -14,7 +14,7 @@ import pytest
 from torch.nn import Linear
 from transformers import AutoModelForCausalLM
 
-from tests.conftest import load
+from tests.live_bytes import live_bytes
 from tests.trainer.serve.clients import (
     TEXT,
     Client,
@@ -30,7 +30,6 @@ from trainer.serve.work_queue import WorkQueue
 from workers.rollout.client import RolloutClient, Submission
 
 RANK, CLIENTS = 32, 6
-live_bytes = load("benchmarks/live_bytes.py").live_bytes
 
 
 def bytes_of_adapter(model: Path) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from tests.conftest import load
+from tests.live_bytes import peak_bytes
 from verl_like.tensor_ops import (
     logprobs,
     logprobs_and_entropy_from_logits,
@@ -160,7 +160,7 @@ def test_2048_tokens_of_32k_vocabulary_need_at_most_64_mib_more(monkeypatch):
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", logprobs.CHUNK_BYTES // 4)
     logits = torch.randn(rows, vocabulary, requires_grad=True)
     labels = torch.randint(vocabulary, (rows,))
-    _, peak = load("benchmarks/live_bytes.py").peak_bytes(
+    _, peak = peak_bytes(
         lambda: sum(logprobs_and_entropy_from_logits(logits, labels)).sum().backward()
     )
     assert peak - logits.nbytes <= 64 * 2**20 / 4
