@@ -12,11 +12,11 @@ from workers.config.conditions import SPLIT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS
 
 ROLLOUT_ENGINES: Registry[Any] = Registry("rollout engine")
-"""Names for `rollout.name`: the built-in engines.
+"""Names for `rollout.name`: the built-in engines, and yours, subclasses of `RolloutEngine`.
 
     sorted(ROLLOUT_ENGINES)         # auto, hf, native, vllm
 
-Your own engine, a subclass of `RolloutEngine`, has a path: `rollout.name=my_module.MyEngine`.
+A path needs no name, and workers in other processes import it: `rollout.name=my_module.MyEngine`.
 """
 AUTO = "auto"
 for _built_in in (AUTO, "native", "hf", "vllm"):

@@ -129,9 +129,9 @@ def check_quantization(rollout: RolloutConfig, device_type: str) -> None:
 
 
 def user_engine(name: str) -> type[RolloutEngine] | None:
-    """Return your class if `name` is a dotted path; None for a built-in engine."""
+    """Return your class if `name` is its path or its registered name; None for built-in engines."""
     engine = ROLLOUT_ENGINES.look_up(name)
-    if name in ROLLOUT_ENGINES:
+    if engine == name:
         return None
     if not (isinstance(engine, type) and issubclass(engine, RolloutEngine)):
         raise ConfigError(

@@ -11,6 +11,7 @@ import pytest
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import load_config, run
 from verl_like.errors import ConfigError
+from workers.config import ROLLOUT_ENGINES
 from workers.rollout.base import SamplingParams
 from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.sample import Sample
@@ -37,9 +38,14 @@ def make_step(tiny_dir: Path, folder: Path, name: str) -> None:
     run(load_config(overrides(tiny_dir, folder, *settings)))
 
 
-def test_a_run_samples_with_a_users_engine(tiny_dir: Path, tmp_path: Path) -> None:
-    make_step(tiny_dir, tmp_path, f"{__name__}.CountingEngine")
-    assert CountingEngine.num_responses == 16
+def test_a_run_samples_with_a_users_engine(
+    tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ROLLOUT_ENGINES, "_entries", dict(ROLLOUT_ENGINES))
+    ROLLOUT_ENGINES.register("counting")(CountingEngine)
+    for number, name in enumerate([f"{__name__}.CountingEngine", "counting"], start=1):
+        make_step(tiny_dir, tmp_path / str(number), name)
+        assert CountingEngine.num_responses == 16 * number
 
 
 def test_an_object_that_is_no_engine_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
