@@ -203,3 +203,17 @@ def test_the_plan_counts_calls_of_overridden_stages(settings: list[str]) -> None
         *(("score", "compute_log_prob"), ("update", "compute_log_prob")),
         ("update", "update_actor"),
     ]
+
+
+def test_passes_of_a_number_of_samples_have_their_mean_tokens(settings: list[str]) -> None:
+    by_samples = [
+        "actor_rollout_ref.actor.use_dynamic_bsz=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=3",
+    ]
+    job = plan.job_of([*GPUS, *settings, *by_samples])
+    mean = job.rows("actor").tokens
+    assert job.pass_tokens(job.config, "actor", "update_actor") == round(mean)
+    assert job.pass_tokens(job.config, "ref", "compute_log_prob") == round(3 * mean)
+    by_tokens = plan.job_of([*GPUS, *settings])
+    assert by_tokens.pass_tokens(by_tokens.config, "actor", "update_actor") == 16384

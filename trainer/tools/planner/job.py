@@ -79,8 +79,8 @@ class Job(ABC):
         """Return how many samples a call of the role has, and their lengths."""
 
     @abstractmethod
-    def pass_tokens(self, config: Any, model: RoleModelSpec) -> int:
-        """Return the tokens of a pass of this model."""
+    def pass_tokens(self, config: Any, role: str, method: str) -> int:
+        """Return the tokens of a pass of this call."""
 
     @abstractmethod
     def smaller_passes(self, role: str) -> list[Keys]:
@@ -284,7 +284,7 @@ class Job(ABC):
                     self.costs[role],
                     rows,
                     dims,
-                    self.pass_tokens(config, model),
+                    self.pass_tokens(config, role, method),
                     gpus,
                     trains=method.startswith("update_"),
                     recomputed=recomputed_layers(model.model, "cuda", can_recompute=True),

@@ -14,13 +14,13 @@ from trainer.memory import model_memory
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
 from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import sizes_of
+from trainer.ppo.sizes import size_of, sizes_of
 from trainer.tools.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.tools.planner.job import Job, Keys
 from trainer.tools.planner.records import record_tokens, sampler_seconds
 from trainer.tools.planner.search import Layout, Seconds
 from verl_like.placement.pools import expand_roles
-from workers.config import is_actors_module, model_rewards, tokens_per_pass
+from workers.config import is_actors_module, model_rewards
 from workers.memory import RoleMemory, hf_config_of, rollout_memory
 from workers.models.attention import heads_of, layer_configs
 from workers.models.pass_trace import NOT_TRACED
@@ -92,16 +92,20 @@ class PPOJob(Job):
             epochs=1 if model is None else model.epochs,
         )
 
-    def pass_tokens(self, config: PPOConfig, model: RoleModelSpec) -> int:
-        """Return the tokens of a pass of this model."""
-        return model.tokens or tokens_per_pass(config)
+    def pass_tokens(self, config: PPOConfig, role: str, method: str) -> int:
+        """Return the tokens of a pass of this call; a pass of samples has its mean tokens."""
+        rows, model = self.rows(role), self.models_in(config)[role]
+        size = size_of(config, model, role, method, rows.samples)
+        if size.pass_samples is not None:
+            return round(size.pass_samples * rows.tokens)
+        return size.pass_tokens
 
     def smaller_passes(self, role: str) -> list[Keys]:
         """Return keys that make the passes of a trained model smaller, to try."""
         if not self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             return []
         section = "critic" if role == "critic" else "actor_rollout_ref.actor"
-        now, width = self.pass_tokens(self.config, self.models[role]), self.rows(role).longest
+        now, width = self.pass_tokens(self.config, role, "update_"), self.rows(role).longest
         sizes = {max(width, now // 4), width} - {now}
         return [{f"{section}.ppo_max_token_len_per_gpu": size} for size in sizes]
 

@@ -11,7 +11,6 @@ from trainer.rows.preflight import longest_row, pass_tokens, preflight, role_mem
 from trainer.tools.planner.cost import StepRows
 from trainer.tools.planner.job import Job, Keys
 from workers.memory import RoleMemory
-from workers.training.role_model_spec import RoleModelSpec
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -44,8 +43,8 @@ class RowsJob(Job):
             longest=longest_row(self.config),
         )
 
-    def pass_tokens(self, config: RowConfig, model: RoleModelSpec) -> int:
-        """Return the tokens of a pass of this model."""
+    def pass_tokens(self, config: RowConfig, role: str, method: str) -> int:
+        """Return the tokens of a pass of this call."""
         return pass_tokens(config, longest_row(self.config))
 
     def smaller_passes(self, role: str) -> list[Keys]:
