@@ -376,7 +376,8 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     if start is not None:
         lines.append(f"The run resumes from {start}")
     folder = config.trainer.default_local_dir  # it is not created here
-    if problem := why_not_writable(Path(folder)):
+    problem = why_not_writable(Path(folder))
+    if problem:
         raise ConfigError(
             f"trainer.default_local_dir={folder} is not writable: {problem}. Choose another folder."
         )

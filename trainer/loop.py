@@ -234,7 +234,8 @@ class Loop:
         run.restarts.begin(run.step, "the beginning" if start is None else start.name)
         trainer.call_hook("on_init_end")
         trainer.call_hook("on_train_begin")
-        if run.step == 0 and (scores := self._validate(is_last=False)):
+        scores = self._validate(is_last=False) if run.step == 0 else {}
+        if scores:
             tracking.log(scores, 0)
         timeline.add(run.take_calls())  # so that they do not count in the first step
 
@@ -330,7 +331,8 @@ class Loop:
         with trainer.clock("save_checkpoint"):
             state = {STEP: step, **trainer.state_dict(), IS_LAST: step == last_step}
             for observer in stateful(run.observers):
-                if observer_state := observer.state_dict():
+                observer_state = observer.state_dict()
+                if observer_state:
                     state[observer.name] = observer_state
             checkpoints.write(step, trainer.saved_groups(), state, self._write_files)
         return {"timing_s/save_checkpoint": run.timing["save_checkpoint"]}

@@ -101,7 +101,8 @@ def trace_step(config: Any, trainer_cls: type | None = None) -> tuple[list[CallN
     roles of all of them.
     """
     cls = trainer_cls or trainer_class(config)
-    sizes = {key: size for key in SIZES if (size := _read(config, key))}
+    sizes = {key: _read(config, key) for key in SIZES}
+    sizes = {key: size for key, size in sizes.items() if size}
     prompts = [size for key, size in sizes.items() if not key.startswith("async_training.")]
     scale = math.gcd(*prompts, _read(config, "chunk_size") or 0)  # generators keep their shares
     small: Any = changed(config, {key: size // scale for key, size in sizes.items()})

@@ -73,7 +73,8 @@ def check_methods(
     A user's method must accept the required arguments of the method of `base`. If `names` is set,
     only these methods are checked.
     """
-    if missing := sorted(getattr(cls, "__abstractmethods__", ())):
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
         raise ConfigError(
             f"{subject} does not implement {', '.join(missing)}, which its base class requires."
         )

@@ -336,7 +336,8 @@ class ExperienceBuffer:
         while True:
             if self._failure is not None:
                 raise self._failure
-            if result := find():
+            result = find()
+            if result:
                 return result
             self._raise_if_nobody_can_go_on()
             self._changed.wait(LOOK_S)

@@ -166,7 +166,8 @@ def _check_generators(config: AsyncConfig) -> list[str]:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         for name in settings.chosen():
-            if reason := unused_reason(of_generator, f"{ROLLOUT}.{name}"):
+            reason = unused_reason(of_generator, f"{ROLLOUT}.{name}")
+            if reason:
                 notices.append(notice_of([f"{where}.{name}"], reason))
 
     # with weight_update=immediate, the engines must take weights in the middle of a generation

@@ -157,7 +157,8 @@ class Generator:
             if not chunk.is_validation:
                 assert chunk.rows is not None, "a chunk has rows until it is finished"
                 chunk.samples = with_responses(chunk.rows, chunk.samples)
-                if (kinds := self._trainer.config.score_roles) and not buffer.is_closed:
+                kinds = self._trainer.config.score_roles
+                if kinds and not buffer.is_closed:
                     roles = {kind: role_on(kind, self._number) for kind in kinds}
                     with self._activity.busy("score"):
                         scored = score_samples(self._groups, roles, chunk.samples)

@@ -30,15 +30,18 @@ def plan_lines(config: AsyncConfig, brief: bool = False) -> list[str]:
         f"Weight sync: after every {rounds}, and a generator loads new weights "
         f"{MOMENTS[async_training.weight_update]}",
     ]
-    if roles := config.score_roles:
+    roles = config.score_roles
+    if roles:
         lines.append(f"Scores: each generator scores its samples with its own {', '.join(roles)}")
-    if weights := config.algorithm.rollout_correction.rollout_is:
+    weights = config.algorithm.rollout_correction.rollout_is
+    if weights:
         lines.append(f"Correction: rollout_is={weights} (algorithm.rollout_correction)")
     if brief:
         lines = [f"Staleness: {age}, {queued}"]
     if topology.imbalance:
         lines.append(f"Uneven generators: {topology.imbalance}.")
-    if idle := _idle_generators(config):
+    idle = _idle_generators(config)
+    if idle:
         limits = "async_training.max_staleness"
         if async_training.max_inflight_samples is not None:
             limits = f"async_training.max_inflight_samples or {limits}"

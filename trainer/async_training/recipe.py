@@ -44,7 +44,8 @@ PLACEMENTS = {"async": {TRAINER_POOL: TRAINER_ROLES, "generator_0_pool": ["rollo
 
 def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, Sequence[str]]:
     """Choose pools, roles, devices and correction if the user did not set them."""
-    if (topology := config.async_training.topology) is not None:
+    topology = config.async_training.topology
+    if topology is not None:
         numbers = dict(zip(NUMBERS, counts(topology), strict=True))
         for key, number in numbers.items():
             if key in keys and read(config, key) != number:

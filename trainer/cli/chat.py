@@ -162,7 +162,8 @@ class Chat:
         except ValueError as error:
             raise ConfigError(f"{self.tokenizer.name_or_path}: {error}") from error
         inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        if refs := images_of(self.messages):
+        refs = images_of(self.messages)
+        if refs:
             inputs.update(self.image_inputs(inputs["input_ids"], refs))
         return inputs
 
@@ -270,7 +271,8 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
     if sys.stdin.isatty():
         print("Enter: the model's turn; a text: yours; Ctrl-D ends")
     with closing(EnvironmentHost(spec, STEP_S)) as host:
-        if players := host.kinds[""].players:
+        players = host.kinds[""].players
+        if players:
             raise ConfigError(
                 f"--environment={options.environment} has the players {', '.join(players)}, but "
                 "chat plays only one. `verl-like check-environment` plays them with your texts, "

@@ -79,7 +79,8 @@ def explain(
     known = known_settings(settings, recipe)
     unused: dict[str, list[str]] = {}
     for key in keys_set(known):
-        if reason := unused_reason(config, key):
+        reason = unused_reason(config, key)
+        if reason:
             unused.setdefault(reason, []).append(key)
     trainer_cls, texts = trainer_class(config), []
     if isinstance(config, PPOConfig) and issubclass(trainer_cls, PPOTrainer):
@@ -93,7 +94,8 @@ def explain(
     for title, lines in sections.items():
         if lines:
             texts.append("\n".join([title, "-" * len(title), *lines]))
-    if saving := describe_saving(config, trainer_cls):
+    saving = describe_saving(config, trainer_cls)
+    if saving:
         texts.append(saving)
     return "\n\n".join(texts)
 
@@ -158,10 +160,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--measured", default="")
     parser.add_argument("--rehearse", action="store_true")
     options, rest = parser.parse_known_args(arguments)
+    known_options = [f"--{option}" for option in vars(options)]
     for word in rest:
-        if hint := word.startswith("--") and nearest(
-            word, [f"--{option}" for option in vars(options)]
-        ):
+        hint = nearest(word, known_options) if word.startswith("--") else ""
+        if hint:
             raise ConfigError(f"{word} is not an option.{hint}")
     name = "ppo"
     if rest and "=" not in rest[0] and not rest[0].startswith("-"):

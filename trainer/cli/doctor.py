@@ -58,9 +58,11 @@ class Finding:
     is_optional: bool = False
 
     def __str__(self) -> str:
-        mark = "ok  " if not self.fix else "-   " if self.is_optional else "FAIL"
-        line = f"{mark}  {self.subject:<13} {self.detail}"
-        return f"{line} → {self.fix}" if self.fix else line
+        text = f"  {self.subject:<13} {self.detail}"
+        if not self.fix:
+            return f"ok  {text}"
+        mark = "-   " if self.is_optional else "FAIL"
+        return f"{mark}{text} → {self.fix}"
 
 
 def findings() -> Iterator[Finding]:
@@ -208,7 +210,8 @@ def _torch_for(driver: int, torch: Requirement) -> str:
 
 def check_allocator() -> Finding:
     """Report whether CPU processes configure their allocator, or the user's environment does."""
-    if chosen := settings_of_user():
+    chosen = settings_of_user()
+    if chosen:
         problem = (
             f"{', '.join(chosen)} is set, so CPU processes do not configure the allocator to keep "
             "freed memory, and train more slowly"
@@ -246,7 +249,8 @@ def check_network() -> Iterator[Finding]:
     yield Finding("network", ", ".join(shown) or "none")
     for problem, fix in network.wrong_settings(variables, networks):
         yield Finding("network", problem, fix)
-    if nowhere := network.name_that_leads_nowhere(variables, networks):
+    nowhere = network.name_that_leads_nowhere(variables, networks)
+    if nowhere:
         yield Finding("network", *nowhere, is_optional=True)
 
 

@@ -49,7 +49,8 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"{out} is a file, or a folder with files. Choose a folder that does not exist yet."
         )
-    if problem := why_not_writable(out):
+    problem = why_not_writable(out)
+    if problem:
         raise ConfigError(f"{out} cannot be written: {problem}. Choose another folder.")
 
     has_adapter = Path(options.checkpoint, MODEL, ADAPTER).is_dir()

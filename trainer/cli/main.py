@@ -79,7 +79,8 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"error: {error}")
     command, *arguments = sys.argv[1:] or ["--help"]
-    if resolved := resolve_command(command):
+    resolved = resolve_command(command)
+    if resolved:
         print(f"note: verl-like {command} runs verl-like {' '.join(resolved)}", file=sys.stderr)
         command, arguments = resolved[0], [*resolved[1:], *arguments]
     # commands with processes detect a child's death by an error on its pipe, so they must not end

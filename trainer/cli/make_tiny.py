@@ -210,7 +210,8 @@ def main(arguments: Sequence[str]) -> None:
             f"--hidden-size={args['hidden_size']}: it must be a multiple of {2 * NUM_HEADS}, for "
             f"{NUM_HEADS} heads of an even size each."
         )
-    if problem := why_not_writable(Path(args["folder"])):
+    problem = why_not_writable(Path(args["folder"]))
+    if problem:
         raise ConfigError(f"{args['folder']} cannot be written: {problem}. Choose another folder.")
     from transformers.utils.logging import disable_progress_bar
 

@@ -21,9 +21,10 @@ def torch() -> str:
     import torch.distributed as dist
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    nccl = "" if not gpus else ", with nccl" if dist.is_nccl_available() else ", WITHOUT nccl"
-    shown = ", ".join(gpus) or "none, roles run on the CPU"
-    return f"torch {torch.__version__}; GPUs: {shown}{nccl}"
+    if not gpus:
+        return f"torch {torch.__version__}; GPUs: none, roles run on the CPU"
+    nccl = "with" if dist.is_nccl_available() else "WITHOUT"
+    return f"torch {torch.__version__}; GPUs: {', '.join(gpus)}, {nccl} nccl"
 
 
 def local() -> str:

@@ -99,7 +99,8 @@ def main(arguments: Sequence[str]) -> None:
 def settings_of(texts: Sequence[str]) -> dict[str, Any]:
     """Return settings that were written as KEY=VALUE."""
     pairs = [text.partition("=") for text in texts]
-    if wrong := [key for key, equals, _ in pairs if not equals]:
+    wrong = [key for key, equals, _ in pairs if not equals]
+    if wrong:
         raise ConfigError(f"--with {wrong[0]}: write KEY=VALUE, as in --with trainer.seed=2.")
     return {key: OmegaConf.create(f"value: {value}").value for key, _, value in pairs}
 

@@ -168,7 +168,8 @@ def check_reads_images(models: Mapping[str, RoleModelSpec]) -> None:
                 f"{config.model_type!r} does not read images, only the model with its token head, "
                 "so it cannot score rows with images. Use another model for this role."
             )
-        if (ranks := model.sharding.sp) > 1:
+        ranks = model.sharding.sp
+        if ranks > 1:
             raise ConfigError(
                 f"role {role!r}: {model.axes_key}.sp={ranks}, but the rows of this run have "
                 f"images, whose tokens are not split over ranks. Set {model.axes_key}.sp=1; "
@@ -201,11 +202,16 @@ def check_passes(
     are cut by tokens).
     """
     _, ranks = _pool_of(config, role)
-    if ranks == 0 or (pp := (dims := dims_of(ranks, model.sharding)).pp) == 1:
+    if ranks == 0:
+        return
+    dims = dims_of(ranks, model.sharding)
+    pp = dims.pp
+    if pp == 1:
         return
     rows_of_rank = -(-mini_batch[1] // dims.data_size)
     rows = at_once[1] or 1
-    if (num_passes := -(-rows_of_rank // rows)) >= pp:
+    num_passes = -(-rows_of_rank // rows)
+    if num_passes >= pp:
         return
     ways = f"lower {model.axes_key}.pp, or raise {mini_batch[0]}"
     if rows_of_rank >= pp:

@@ -90,7 +90,8 @@ def known_settings(settings: Sequence[str], recipe: Recipe[Any]) -> list[Overrid
                 f"write a list as {name}=[1,2], or quote a text with commas."
             )
         if presets and isinstance(value, str | int | float) and value not in presets:
-            if name == "placement" and (keys := recipe.schema.pool_keys):
+            keys = recipe.schema.pool_keys
+            if name == "placement" and keys:
                 raise ConfigError(
                     f"{name}={value}: `verl-like {recipe.name}` has its own pools. Leave out "
                     f"{name}, and set role_mapping, {keys}."

@@ -124,7 +124,8 @@ def _parsed(simulate: str) -> tuple[int, str]:
 
 
 def _gib_of(simulate: str, gpu: str) -> float:
-    if memory := re.fullmatch(r"(\d*\.?\d+) ?(?:GiB|GB)?", gpu, re.IGNORECASE):
+    memory = re.fullmatch(r"(\d*\.?\d+) ?(?:GiB|GB)?", gpu, re.IGNORECASE)
+    if memory:
         if float(memory[1]) > 0:
             return float(memory[1])
     by_name = {_plain(name): gib for name, gib in GIB_OF_GPUS.items()}

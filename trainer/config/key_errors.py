@@ -131,7 +131,8 @@ def _did_you_mean(name: str, keys: Sequence[Key], groups: Sequence[str]) -> str:
         for key in keys
         if key.rules.verl and f"{name}.".startswith(f"{key.rules.verl}.")
     }
-    if ours := renamed & names:
+    ours = renamed & names
+    if ours:
         return f" Here it is {min(ours)!r}."
 
     leaf = name.rpartition(".")[2]

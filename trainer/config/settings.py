@@ -153,7 +153,8 @@ def reject_unknown(names: Iterable[str], recipe: Recipe[Any], files: Mapping[str
     """Reject unknown keys, all in one error, which names the user's `files` with such a word."""
     errors = []
     for name in names:
-        if text := unknown_key(name, recipe):
+        text = unknown_key(name, recipe)
+        if text:
             word = re.compile(rf"(?m)^[^#]*\b{re.escape(name.rpartition('.')[2])}['\"]?\s*:")
             places = [file for file, path in files.items() if word.search(path.read_text())]
             errors.append((f"In {' or '.join(map(repr, places))}: " if places else "") + text)

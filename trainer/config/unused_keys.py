@@ -61,7 +61,11 @@ def without_unread(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
     schema, default = type(config), type(config)()
     unused: dict[str, list[str]] = {}
     left = list(keys)
-    while unread := {name: reason for name in left if (reason := unused_reason(config, name))}:
+    while True:
+        reasons = {name: unused_reason(config, name) for name in left}
+        unread = {name: reason for name, reason in reasons.items() if reason}
+        if not unread:
+            break
         for name, reason in unread.items():
             unused.setdefault(reason, []).append(name)
             left.remove(name)

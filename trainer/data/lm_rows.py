@@ -203,7 +203,8 @@ def _rows_of(entry: Entry) -> Iterator[EncodedRow]:
         numbers, images = block.column("numbers").to_pylist(), block.column("images").to_pylist()
         for begin, end, its_numbers, text in zip(ends[:-1], ends[1:], numbers, images, strict=True):
             of_row = sides[begin:end]
-            if refs := json.loads(text):
+            refs = json.loads(text)
+            if refs:
                 from workers.images import ImageRef
 
                 refs = [ImageRef(*ref) for ref in refs]

@@ -66,7 +66,8 @@ def order_by_share(
             f"data.sampler={config.sampler} also sets the order of the prompts. Leave it out, or "
             "the shares in environment.by_name."
         )
-    if unknown := sorted({*names} - {*shares}):
+    unknown = sorted({*names} - {*shares})
+    if unknown:
         raise ConfigError(
             f"data.train_files: a row's environment is {unknown[0]!r}, but environment.paths "
             f"contains only {', '.join(shares)}.{nearest(unknown[0], shares)}"

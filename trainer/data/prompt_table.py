@@ -216,7 +216,8 @@ def cached_prompts(key: str, read: Read, prompt_key: str) -> PromptTable | None:
                 continue
             row, tokens = encoded
             check_cacheable(row.get(IMAGE_REFS, ()))
-            if odd := [name for name, value in row.items() if not is_plain(value)]:
+            odd = [name for name, value in row.items() if not is_plain(value)]
+            if odd:
                 raise NotPlainError(f"column {odd[0]!r} has values that JSON cannot represent")
             names.update(row)
             yield {"row": json.dumps(row), "tokens": tokens, "source": _source_of(row)}

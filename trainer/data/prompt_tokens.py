@@ -57,7 +57,8 @@ def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) 
         )
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         raise ValueError(f"the chat template rejects it: {error}") from error
-    if refs := images_of(messages):
+    refs = images_of(messages)
+    if refs:
         from workers.models.images import with_image_tokens
 
         text = with_image_tokens(tokenizer, text, refs)

@@ -100,7 +100,8 @@ def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:
 
     settings = config.ray
     runtime_env = dict(settings.runtime_env)
-    if joined_cluster(config) and (modules := modules_of_the_user(worker_code)):
+    modules = modules_of_the_user(worker_code) if joined_cluster(config) else []
+    if modules:
         runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
     limits, gib = Deadlines.of(config.timeouts), settings.object_store_gib
     options = {} if gib is None else {"object_store_memory": int(gib * 2**30)}

@@ -108,7 +108,8 @@ def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
     If some fail, the first error is raised with the others in its notes.
     """
     running = [in_daemon("start", call) for call in calls]
-    errors = [error for future in running if (error := future.exception()) is not None]
+    outcomes = [future.exception() for future in running]
+    errors = [error for error in outcomes if error is not None]
     if errors:
         first, *others = errors
         for other in others:

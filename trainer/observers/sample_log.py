@@ -201,7 +201,8 @@ class SampleLog:
     def check(self, there: Mapping[str, Iterable[str]] | None = None) -> None:
         """Raise if samples or tokens do not add up, or if `there` has other open uids."""
         for state, uids in (there or {}).items():
-            if astray := set(uids) ^ {uid for uid, _ in self.open(state)}:
+            astray = set(uids) ^ {uid for uid, _ in self.open(state)}
+            if astray:
                 raise SampleLogError(
                     f"the sample log and the run disagree about which groups are {state}: "
                     f"{sorted(astray)[:NAMED]}."
@@ -363,7 +364,8 @@ class SampleWatch:
             known = self.log.tokens(self._samples)
             tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
             self._leave(USER_CODE, tokens)
-        if missing := [sample for sample in self._samples if sample not in tokens]:
+        missing = [sample for sample in self._samples if sample not in tokens]
+        if missing:
             raise SampleLogError(
                 f"the update of step {trainer.global_step} did not get the samples "
                 f"{', '.join(map(_name, missing[:NAMED]))} (uid/index), and no filter dropped "

@@ -93,7 +93,8 @@ def success_metrics(batch: DataProto) -> dict[str, float]:
     for score, info in zip(sample_scores(batch).tolist(), infos, strict=True):
         is_good = is_success(score) and not info["problem"]
         successes["agents/success"].append(is_good)
-        if name := info.get("environment"):
+        name = info.get("environment")
+        if name:
             successes.setdefault(f"agents/by_environment/{name}/success", []).append(is_good)
     return {name: sum(good) / max(len(good), 1) for name, good in successes.items()} | metrics
 

@@ -234,7 +234,8 @@ def reject_damaged(folder: Path) -> None:
     Shards, which the ranks read later, are checked only by name and size.
     """
     for name, written in read_marker(folder)["files"].items():
-        if fault := file_fault(folder / name, written):
+        fault = file_fault(folder / name, written)
+        if fault:
             raise DamagedCheckpointError(f"{folder / name} {fault}")
     for manifest in sorted(folder.glob(f"*/{MANIFEST}")):
         reject_missing(manifest.parent)

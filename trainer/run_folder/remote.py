@@ -95,7 +95,8 @@ def fetched_run(url: str, needs: str) -> Path:
     remote = RemoteFolder(url, "path")
     with remote.naming():
         names = remote.files()
-    steps = [int(match[1]) for name in names if (match := re.fullmatch(OF_MARKER, name))]
+    markers = [re.fullmatch(OF_MARKER, name) for name in names]
+    steps = [int(match[1]) for match in markers if match]
     skipped = re.compile(rf"(global_step_(?!{max(steps, default=0)}/)\d+/).+(?<!/{MARKER})")
     if needs == "records":
         skipped = re.compile(rf"(global_step_\d+|{MODEL})/.+(?<!/{MARKER})")
@@ -342,7 +343,8 @@ class RemoteRun:
             is_draft = any(part.startswith(DRAFT) for part in path.parts)
             if name in OWN or is_draft or not _is_complete(name, markers.__contains__):
                 continue
-            if (stamp := _stamp(path)) is not None:
+            stamp = _stamp(path)
+            if stamp is not None:
                 stamps[name] = stamp
         return stamps
 

@@ -131,8 +131,9 @@ def find_saved_model(
     the path of the model that training started from, if that model has moved.
     With `or_model`, the error says that a model folder or name is accepted, too.
     """
-    if not in_checkpoint and (left := _model_left(Path(path), role, base)):
-        return left
+    final = None if in_checkpoint else _model_left(Path(path), role, base)
+    if final is not None:
+        return final
     checkpoint, inside = find_checkpoint(Path(path), or_model)
     roles = trained_roles(checkpoint)
     role = role or inside or _usual_role(checkpoint, roles)

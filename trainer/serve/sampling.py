@@ -282,7 +282,8 @@ class SamplingLoop:
             if request.targets is not None:
                 (log_probs,) = score([request.datum(np.maximum(request.targets, 0))])
                 request.target_log_probs = np.where(request.targets < 0, np.nan, log_probs)
-            if k := request.body.topk_prompt_logprobs:
+            k = request.body.topk_prompt_logprobs
+            if k:
                 ids = np.zeros((len(request.prompt), k))
                 log_probs = np.full(ids.shape, NO_LOG_PROB)
                 if len(request.prompt) > 1:

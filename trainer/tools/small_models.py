@@ -104,7 +104,8 @@ def _shrunk_parts(
 ) -> Any:
     """Shrink the config of the language half, and those of the towers, which text never reaches."""
     for name in config.sub_configs:
-        if (part := getattr(config, name, None)) is not None:
+        part = getattr(config, name, None)
+        if part is not None:
             is_text = part is config.get_text_config()
             fields[name] = shrunk(part, with_widths or not is_text, longest).to_dict()
     for name, value in fields.items():
@@ -120,7 +121,8 @@ def with_first_layers(config: Any, times: int) -> Any:
     fields, text = copy.deepcopy(config.to_dict()), config.get_text_config()
     names = (name for name in config.sub_configs if getattr(config, name, None) is text)
     part = fields if text is config else fields[next(names)]
-    if count_name := _count_name(part):
+    count_name = _count_name(part)
+    if count_name:
         _keep_first_layers(part, count_name, times)
     return type(config).from_dict(fields)
 
@@ -149,7 +151,8 @@ def _keep_first_layers(fields: dict[str, Any], count_name: str, times: int = 1) 
     fields[count_name] = num_layers
     for name, value in lists.items():
         fields[name] = value[:num_layers]
-    if isinstance(per_layer := fields.get("per_layer_config"), dict):
+    per_layer = fields.get("per_layer_config")
+    if isinstance(per_layer, dict):
         fields["per_layer_config"] = {k: v for k, v in per_layer.items() if int(k) < num_layers}
     if "attention_types" in fields:  # gpt_neo writes its list of layers as repetitions
         fields["attention_types"] = [[fields["attention_layers"][:num_layers], 1]]
@@ -225,7 +228,8 @@ def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | No
         or fields.get("hidden_size", 0) // heads
     )
     part = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
-    if sections := rope.get("mrope_section"):  # pairs of time, height and width
+    sections = rope.get("mrope_section")
+    if sections:  # pairs of time, height and width
         pairs = int(width * part) // 2
         height = max(1, sections[1] * pairs // sum(sections))
         rope["mrope_section"] = [pairs - 2 * height, height, height]

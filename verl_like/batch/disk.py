@@ -99,7 +99,8 @@ def save(
             )
         specs.append(spec)
 
-    if odd := [key for key in meta if type(key) is not str]:
+    odd = [key for key in meta if type(key) is not str]
+    if odd:
         raise BatchError(
             f"meta_info[{odd[0]!r}]: JSON keys must be strings. Remove the entry with pop() first."
         )

@@ -64,7 +64,8 @@ def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType
         text_of_task = io.StringIO()
         task.print_stack(file=text_of_task)
         parts.append(f"coroutine:\n{text_of_task.getvalue()}")
-    if collective := _gpu_collective():
+    collective = _gpu_collective()
+    if collective:
         parts.append(collective)
     return "\n".join(parts) or "idle: no call is running"
 
@@ -196,7 +197,8 @@ def _by_place(place_of: Mapping[int, str]) -> str:
 
 def _collective_of(stack: str) -> str:
     """Return a rank's collective and the frame outside torch that entered it, or ""."""
-    if on_gpu := _ON_GPU.search(stack):
+    on_gpu = _ON_GPU.search(stack)
+    if on_gpu:
         return f"{on_gpu['name']} ({on_gpu['place']})"
     entered = list(_COLLECTIVE.finditer(stack))
     if not entered:
@@ -246,7 +248,8 @@ def describe_late_call(summary: str, cause: str, stacks: Mapping[int, str], tran
         first, *others = ranks
         same = f", and of {describe_ranks(others)} the same" if others else ""
         lines.append(f"--- stack of {transport.describe(first)}{same}\n{shown[first]}")
-    if rest := alike[SHOWN_STACKS:]:
+    rest = alike[SHOWN_STACKS:]
+    if rest:
         lines.append(f"--- {len(rest)} other stacks, of {describe_ranks(chain(*rest))}")
     return "\n".join(lines)
 
@@ -281,7 +284,8 @@ class HangWatch:
         if self._stacks != before or self._stacks == self._explained:
             return
         ranks = sorted(set(chain(*late.values())))
-        if cause := who_waits(self._stacks, ranks):
+        cause = who_waits(self._stacks, ranks)
+        if cause:
             self._explained = self._stacks
             names = [self._transport.describe(rank) for rank in ranks]
             summary = f"{', '.join(late)}: {few(names)} made no progress for {LOOK_EVERY_S:g} s."

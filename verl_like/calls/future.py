@@ -139,7 +139,8 @@ class WorkerFuture:
         """Build the result if all answers are here; return whether `get` has an outcome now."""
         if self._outcome is not None or self.open:
             return self._outcome is not None
-        if failures := self.failures:
+        failures = self.failures
+        if failures:
             self.fail(_with_others(failures))
             return True
         headers = [call.answer for call in self.pending if call.answer is not None]
@@ -248,7 +249,8 @@ class _Wait:
         A late call may be waited for again.
         """
         future, clock = self.future, self.clock
-        if failures := future.failures:
+        failures = future.failures
+        if failures:
             grace_s = future.transport.deadlines.grace_s
             if future.lost_ranks:
                 grace_s = min(grace_s, AFTER_DEATH_S)
@@ -414,7 +416,8 @@ def _with_others(failures: Sequence[BaseException]) -> BaseException:
 def _note_some(error: BaseException, notes: Sequence[str]) -> None:
     for note in notes[:MOST_NOTES]:
         error.add_note(note)
-    if rest := notes[MOST_NOTES:]:
+    rest = notes[MOST_NOTES:]
+    if rest:
         error.add_note(f"and {len(rest)} more failure{'s' * (len(rest) > 1)}")
 
 

@@ -273,7 +273,8 @@ class GroupState:
 
         A mesh of that role takes precedence over a mesh of another role in the same processes.
         """
-        if layout := self._layouts.get((mesh_name, role)):
+        layout = self._layouts.get((mesh_name, role))
+        if layout:
             return layout
         positions: dict[int, tuple[int, bool]] = {}
         for owner in sorted(self._mesh, key=lambda owner: owner != role):

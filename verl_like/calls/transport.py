@@ -136,7 +136,8 @@ class Transport(ABC):
     def describe(self, rank: int, role: str | None = None) -> str:
         """Describe a rank for messages: role, place, and that role's log."""
         process, place = self.processes[rank], self.place(rank)
-        if path := process.log_path(role):
+        path = process.log_path(role)
+        if path:
             place = f"{place}, log {path}"
         return f"{role or process.name} rank {rank} of {self.world_size} ({place})"
 

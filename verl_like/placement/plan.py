@@ -313,7 +313,8 @@ def _neighborhoods(rooms: Sequence[_Room]) -> Iterator[list[_Room]]:
     for name in NEARNESS:
         near: dict[str, list[_Room]] = {}
         for room in rooms:
-            if value := (room.node.labels or {}).get(name):
+            value = (room.node.labels or {}).get(name)
+            if value:
                 near.setdefault(value, []).append(room)
         yield from near.values()
     yield list(rooms)

@@ -225,7 +225,8 @@ def _read(text: str, form: str) -> list[ToolCall]:
         calls = _tagged(text)
         if calls:
             return calls
-    if match := NAME_AND_JSON.fullmatch(text):
+    match = NAME_AND_JSON.fullmatch(text)
+    if match:
         return [_with_arguments(match[1], match[2].strip().removesuffix("```"))]
     if re.match(rf"\[?\s*{NAME}\(", text):
         return _pythonic(text)

@@ -151,7 +151,8 @@ def _message(completion: Body) -> Body:
     (choice, *_), usage = completion["choices"], completion["usage"]
     message = choice["message"]
     content: list[Body] = []
-    if reasoning := message.get(REASONING):
+    reasoning = message.get(REASONING)
+    if reasoning:
         content.append({"type": "thinking", "thinking": reasoning, "signature": ""})
     if message["content"]:
         content.append({"type": "text", "text": message["content"]})
@@ -253,7 +254,8 @@ def _response(completion: Body) -> Body:
     message, is_cut = choice["message"], choice["finish_reason"] == "length"
     calls = message.get("tool_calls", ())
     output: list[Body] = []
-    if reasoning := message.get(REASONING):
+    reasoning = message.get(REASONING)
+    if reasoning:
         content = [{"type": "reasoning_text", "text": reasoning}]
         item = {"type": "reasoning", "id": f"rs_{completion['id']}", "summary": []}
         output.append({**item, "status": "completed", "content": content})

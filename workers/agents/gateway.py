@@ -76,7 +76,8 @@ def check_agent(agent: Any, kwargs: Mapping[str, Any], path: str) -> None:
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     known = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     needed = {p.name for p in parameters if p.default is p.empty} & known
-    if missing := sorted(needed - {*ARGUMENTS, *kwargs}):
+    missing = sorted(needed - {*ARGUMENTS, *kwargs})
+    if missing:
         raise ConfigError(
             f"environment={path}: the agent's parameter {missing[0]!r} cannot be filled: agents "
             f"receive {', '.join(ARGUMENTS)} and the names in environment.kwargs. Give the "
@@ -434,7 +435,8 @@ def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any
         chat = dialect.to_chat(body)
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise RejectedRequest(f"the body cannot be read: {error!r:.200}") from error
-    if previous := chat.pop("previous_response_id", None):
+    previous = chat.pop("previous_response_id", None)
+    if previous:
         before = session.of_model(str(body.get("model"))).before(str(previous))
         system = [message for message in chat["messages"] if message["role"] == "system"]
         rest = [message for message in chat["messages"] if message["role"] != "system"]

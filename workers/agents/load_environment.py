@@ -82,7 +82,8 @@ class EnvironmentSpec:
         if cls is not None:
             _check_signatures(loaded, self.path)
         names = [tool.name for tool in loaded.tools]
-        if twice := [name for name in names if names.count(name) > 1]:
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
             raise ConfigError(f"tools: two tools are called {twice[0]!r}. Rename one.")
         return loaded
 

@@ -133,7 +133,8 @@ class TurnLoop:
             trajectory.num_sampled_in_take = 0
         try:
             while self._environments:
-                if queued := self._in(TrajectoryState.QUEUED):
+                queued = self._in(TrajectoryState.QUEUED)
+                if queued:
                     room = max(0, self._num_open - len(self._in(*OPEN)))
                     for environment_id in sorted({t.environment_id for t in queued[:room]}):
                         for player in self._players(environment_id):

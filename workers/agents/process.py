@@ -257,7 +257,8 @@ class Episode:
                 for name, value in arguments.items()
                 if name in names or takes_all and name in row
             }
-            if missing := [name for name in self._loaded.columns if name not in chosen]:
+            missing = [name for name in self._loaded.columns if name not in chosen]
+            if missing:
                 raise TypeError(
                     f"reset has the parameter {missing[0]!r}, and the row has no such column."
                     f"{nearest(missing[0], [*arguments, 'rng'])} Its parameters are columns of "
@@ -289,7 +290,8 @@ class Episode:
                 f"{', '.join(players)}"
             )
         replies = {player: read(answer) for player, answer in answers.items()}
-        if early := sorted({*replies} - self._waiting):
+        early = sorted({*replies} - self._waiting)
+        if early:
             raise ValueError(
                 f"{method} returned a reply for {early[0]!r}, but this player has not spoken since "
                 "the last reply, or has left"

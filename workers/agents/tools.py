@@ -225,7 +225,8 @@ def answer_call(
         problem = f"there is no tool {call.name!r}, only {', '.join(tools)}."
         return f"error: {problem}{nearest(call.name, tools)}", True
     arguments = tool.typed(call.arguments) if call.has_texts else call.arguments
-    if problem := tool.problem_with(arguments):
+    problem = tool.problem_with(arguments)
+    if problem:
         return f"error: {problem}", True
     try:
         if tool.is_method:

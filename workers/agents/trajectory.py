@@ -207,7 +207,8 @@ class Trajectory:
         """Handle an answer of the environment: an observation, an agent's request, or the end."""
         self.num_calls += answer.get("calls", 0)
         self.num_call_errors += answer.get("errors", 0)
-        if part := answer.get("call_like"):
+        part = answer.get("call_like")
+        if part:
             template = self.setting.chat.template.text
             forms = (
                 self.setting.config.tool_call_parser or ", ".join(forms_of(template)) or "any known"

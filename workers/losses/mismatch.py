@@ -127,7 +127,8 @@ class MismatchGauge(Gauge):
         }
         metrics |= {f"rollout_corr/{name}": total[name] / samples for name in SAMPLE_MEANS}
         for start, _ in self.bins:
-            if count := total[f"in {start}"]:
+            count = total[f"in {start}"]
+            if count:
                 metrics[f"rollout_corr/gap_from_token_{start}"] = total[f"gap {start}"] / count
         return metrics
 

@@ -81,7 +81,8 @@ def head_size(hf_config: Any) -> int:
     """Return the larger of a head's query and value sizes; 64 if the config has no heads."""
     text = hf_config.get_text_config()
     parts = (getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope"))
-    if latent := sum(parts):
+    latent = sum(parts)
+    if latent:
         return max(latent, getattr(text, "v_head_dim", None) or 0)
     heads = getattr(text, "num_attention_heads", None)
     return max(heads_of(layer)[2] for layer in layer_configs(text)) if heads else 64

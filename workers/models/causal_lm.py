@@ -246,7 +246,8 @@ def empty_model(config: ModelConfig, head: Head, device: torch.device) -> Any:
             f"model type {hf_config.model_type} has no gradient checkpointing in the installed "
             f"transformers. Set {config.SECTION}.enable_gradient_checkpointing=false."
         )
-    if most := recomputed_layers(config, device.type, can_recompute):
+    most = recomputed_layers(config, device.type, can_recompute)
+    if most:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for number, layer in enumerate(checkpointed_layers(model)):
             layer.gradient_checkpointing = number < most

@@ -232,7 +232,8 @@ def check_quantizable(module: Any) -> None:
     """Reject a model without layers that can be int8, or one for which int8 is too inaccurate."""
     linears_of(module, "int8")
     support = Support.of(module.config)
-    if reason := support.why_not("int8"):
+    reason = support.why_not("int8")
+    if reason:
         raise ConfigError(
             f"quantization=int8: a model of type {support.model_type!r} cannot be rounded to int8 "
             f"({reason}). Leave out quantization."

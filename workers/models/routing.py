@@ -169,7 +169,8 @@ def check_routers(module: Any) -> None:
     """Reject a model, on any device, whose choices cannot be recorded or replayed."""
     Routers(module)
     config = module.config
-    if reason := Support.of(config).why_not("replay"):
+    reason = Support.of(config).why_not("replay")
+    if reason:
         raise ConfigError(
             f"{ROUTING_KEY}: the experts that a model of type {config.model_type!r} chooses cannot "
             f"be replayed: {reason}. Remove this setting."

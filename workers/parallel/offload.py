@@ -123,7 +123,8 @@ def lock_pages(owner: object, block: Tensor) -> Callable[[], object] | None:
     two.
     """
     cudart, address = torch.cuda.cudart(), block.data_ptr()
-    if error := int(cudart.cudaHostRegister(address, len(block), 0)):
+    error = int(cudart.cudaHostRegister(address, len(block), 0))
+    if error:
         size = len(block) / 2**30
         message = "%.2f GiB were not page-locked (CUDA error %d), so copies to the GPU are slower"
         logger.warning(message, size, error)

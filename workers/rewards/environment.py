@@ -86,6 +86,7 @@ def by_environment(infos: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping
     """Return the trajectories of each environment by its name; {} if a run has only one."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for info in infos:
-        if name := info.get("environment"):
+        name = info.get("environment")
+        if name:
             groups.setdefault(name, []).append(info)
     return groups

@@ -168,7 +168,8 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
         if _hash(*parts) != number
     ]
     observed = (mask.bool() & is_observed).any(dim=-1).nonzero().flatten().tolist()
-    if wrong := sorted({*wrong, *observed}):
+    wrong = sorted({*wrong, *observed})
+    if wrong:
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
         names = ", ".join(f"{uids[row]}/{indices[row]}" for row in wrong[:NAMED])
         raise BatchError(

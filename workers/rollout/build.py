@@ -193,7 +193,8 @@ def build_engine(
         from workers.rollout.hf import HFRolloutEngine
 
         return HFRolloutEngine(module, limits, decode=decode)
-    if custom := user_engine(rollout.name):
+    custom = user_engine(rollout.name)
+    if custom:
         make: Any = custom  # its signature is unknown to mypy
         engine: RolloutEngine = make(module, limits, decode=decode)
         return engine
@@ -276,7 +277,8 @@ def _vllm_engine(
         options=options,
         reads_images=reads_images and not policy.rollout.server_urls,
     )
-    if urls := policy.rollout.server_urls:
+    urls = policy.rollout.server_urls
+    if urls:
         return VllmRolloutEngine(settings, limits, decode=decode, server_url=urls[worker.rank])
     ranks = ranks_per_engine(config)
     lockstep = Lockstep(worker, ranks) if ranks > 1 else None

@@ -157,11 +157,13 @@ def of_numbers(x: Array, y: Array, names: list[str], step: Step) -> Iterator[str
         lengths = lengths[:, None]
         wrong &= token < lengths
     for side, p, q in (("B", x, y), ("A", y, x)):
-        if words := next(related(p, q, lengths, wrong), ""):
+        words = next(related(p, q, lengths, wrong), "")
+        if words:
             yield f"{side} has the other's numbers {words}"
             break
     if names:
-        if absent := [name for name, p, q in zip(names, x, y, strict=True) if p and not q]:
+        absent = [name for name, p, q in zip(names, x, y, strict=True) if p and not q]
+        if absent:
             yield f"B has 0 for {', '.join(absent[:3])}: not trained there"
         return
     rows = wrong if x.ndim == 1 else wrong.any(1)

@@ -96,11 +96,17 @@ SCORE_ESTIMATORS = {
     ),
 }
 """Estimators that verl-like does not have."""
+
+
+def normalized_over_rows(advantages: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean advantage of each row, minus their mean, over their deviation."""
+    rows = masked_mean(advantages, mask, -1)
+    return on_tokens((rows - rows.mean()) / (rows.std() + 1e-4), mask)
+
+
 THEN: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
     "left": lambda x, mask, limit: x,
-    "normalized over rows": lambda x, mask, limit: on_tokens(
-        ((rows := masked_mean(x, mask, -1)) - rows.mean()) / (rows.std() + 1e-4), mask
-    ),
+    "normalized over rows": lambda x, mask, limit: normalized_over_rows(x, mask),
     "whitened over tokens": lambda x, mask, limit: whiten_(x.clone(), mask.float()),
     "clipped": lambda x, mask, limit: x.clamp(-limit, limit),
 }
@@ -212,7 +218,8 @@ SOURCES = {
 def log_probs(name: str, step: Step, settings: Settings, changed: set[str]) -> Numbers:
     """Return the log-probs of the tokens under the first model, or those of another field."""
     recorded = step.arrays[name]
-    if source := SOURCES.get(settings["source"]):
+    source = SOURCES.get(settings["source"])
+    if source:
         return None if name == source else [step.arrays[source]]
     if (step.number == 1) != (settings["weights"] == "current") or recorded.ndim == 1:
         return None
@@ -380,9 +387,11 @@ def fitting(name: str, step: Step) -> list[Settings]:
             values = [[*tried[x][1:], *(probes[x].alone if count == 1 else ())] for x in chosen]
             for changes in product(*values):
                 settings = start | dict(zip(chosen, changes, strict=True))
-                if (fit := fitted(name, step, settings, {*chosen})) is not None:
+                fit = fitted(name, step, settings, {*chosen})
+                if fit is not None:
                     fits.append(fit)
-                if (num_tries := num_tries + 1) > MOST_TRIES:
+                num_tries += 1
+                if num_tries > MOST_TRIES:
                     return []
         if fits:
             return fits

@@ -197,7 +197,8 @@ class Step:
     @property
     def num_updates(self) -> int:
         """The number of optimizer steps; 1 if it is unknown."""
-        if (mini := self.arrays.get("mini_batch")) is not None:
+        mini = self.arrays.get("mini_batch")
+        if mini is not None:
             return len(np.unique(mini))
         rows, config = len(self.lengths), self.side.config
         per_update = config.get(f"{ACTOR}.ppo_mini_batch_size") or rows

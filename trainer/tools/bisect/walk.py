@@ -124,7 +124,8 @@ def differences(a: Step, b: Step, finding: Finding) -> Iterator[tuple[dict[str, 
             continue
         if item.name not in finding.compared:
             finding.compared.append(item.name)
-        if difference := first_difference(item, *values):
+        difference = first_difference(item, *values)
+        if difference:
             stage = "model" if item.stage == "optimizer" and a.number == 0 else item.stage
             if moved and stage in ("prompts", "samples"):
                 stage = "order"

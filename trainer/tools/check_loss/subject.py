@@ -205,8 +205,10 @@ def match(function: Any, name: str, kind: str | None, settings: Mapping[str, Any
     fits = {key: _fit(function, key, settings) for key in ([kind] if kind else KINDS)}
     kind = min(fits, key=lambda key: [*fits[key].values()].count(""))
     filled = fits[kind]
-    if missing := [parameter for parameter in filled if not filled[parameter]]:
-        if of_reward := REWARD_PARAMETERS.intersection(missing):
+    missing = [parameter for parameter in filled if not filled[parameter]]
+    if missing:
+        of_reward = REWARD_PARAMETERS.intersection(missing)
+        if of_reward:
             raise ConfigError(
                 f"{name} reads {', '.join(sorted(of_reward))}, so it is a reward function, not a "
                 "loss or an estimator. To try it on rows of your data: verl-like check "

@@ -58,7 +58,8 @@ def core_table(metrics: Metrics) -> list[str]:
     """Return a row per data source: mean, best and majority of its prompts' samples."""
     cells_of: dict[tuple[str, str], dict[str, float]] = {}
     for name, value in metrics.items():
-        if parts := CORE_METRIC.fullmatch(name):
+        parts = CORE_METRIC.fullmatch(name)
+        if parts:
             cells_of.setdefault((parts["source"], parts["variable"]), {})[parts["metric"]] = value
     columns = list(dict.fromkeys(metric for values in cells_of.values() for metric in values))
     rows = [["data source", "variable", *columns]]

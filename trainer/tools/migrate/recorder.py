@@ -314,7 +314,8 @@ def _equip(recorder: Path) -> None:
     for folder in ("tools", "programs", "commands"):
         (recorder / folder).mkdir(parents=True)
     for name in TOOLS:
-        if path := shutil.which(name):
+        path = shutil.which(name)
+        if path:
             (recorder / "tools" / name).symlink_to(path)
     stand_ins = dict.fromkeys(PROGRAMS, 'record "${0##*/}" "$@"')
     stand_ins |= dict.fromkeys(LAUNCHERS, 'run_inner "${0##*/}" "$@"')

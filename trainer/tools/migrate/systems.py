@@ -144,7 +144,8 @@ def migrate(
     reader = SYSTEMS[system]
     recording = Recording([Command(list(source))], ENDED_WELL, "")
     if isinstance(source, str):
-        if done := reader.read_text(source_text(source)):
+        done = reader.read_text(source_text(source))
+        if done:
             return [_finished(done, reader)]
         recording = record(source, arguments)
 
@@ -155,7 +156,8 @@ def migrate(
         if not is_alone and (command.words[0] in LAUNCHERS or _is_a_rest(command)):
             continue
         try:
-            if done := reader.translate(command):
+            done = reader.translate(command)
+            if done:
                 _add_context(done, command, recording)
                 translations.setdefault(_finished(done, reader).command(), done)
         except ConfigError as err:
@@ -207,7 +209,8 @@ def _no_training(reader: System, recording: Recording) -> str:
     )
     if recording.ending != ENDED_WELL:
         words += f" The script {recording.ending}."
-    if output := [line for line in recording.printed.splitlines() if line.strip()]:
+    output = [line for line in recording.printed.splitlines() if line.strip()]
+    if output:
         words += " Its output: " + " / ".join(output[-5:])
     return words
 
@@ -242,7 +245,10 @@ def _finished(done: Translation, system: System) -> Translation:
     for setting in list(done.settings):
         key = setting.removeprefix("+")
         of_placement = key.startswith(("placement", "role_mapping.", "resource_pool_spec."))
-        if not of_placement and "engine_kwargs." not in key and (why := unused_reason(config, key)):
+        if of_placement or "engine_kwargs." in key:
+            continue
+        why = unused_reason(config, key)
+        if why:
             done.leave_out(setting, why)
     return done
 

@@ -197,12 +197,15 @@ def _is_program(name: str, words: Sequence[str]) -> bool:
 
 def _processes(launcher: Sequence[str], command: Command) -> str:
     """Return the launcher's processes, by its flags, accelerate's YAML or the visible GPUs."""
-    if number := num_processes(launcher):
+    number = num_processes(launcher)
+    if number:
         return number
     path = "".join(as_flags(launcher).get("config_file", [])[:1])
-    if path and (file := Path(command.folder, path)).is_file():
+    file = Path(command.folder, path)
+    if path and file.is_file():
         return "".join(_of_yaml(file.read_text(encoding="utf-8")).get("num_processes", []))
-    if launcher and (gpus := command.environment.get("CUDA_VISIBLE_DEVICES")):
+    gpus = command.environment.get("CUDA_VISIBLE_DEVICES")
+    if launcher and gpus:
         return str(len(gpus.split(",")))
     return ""
 

@@ -330,7 +330,8 @@ class Job(ABC):
         """Raise if the model does not support these axes."""
         shard = dims.shard if dims.ep > 1 else 1
         of_model = ParallelDims(tp=dims.tp, sp=dims.sp, pp=dims.pp, ep=dims.ep, shard=shard)
-        if of_model != ParallelDims() and (error := self._axes_error(role, of_model)):
+        error = None if of_model == ParallelDims() else self._axes_error(role, of_model)
+        if error is not None:
             raise error
 
 

@@ -176,7 +176,8 @@ def allocate(
     A pool gets half to four times its share of the GPUs. If it fits on none of these numbers, it
     gets the fewest GPUs that it fits on. Return None if nothing fits.
     """
-    rooms = [[pool for n in sizes if (pool := lay_out(group, n))] for group in groups]
+    laid_out = [[lay_out(group, n) for n in sizes] for group in groups]
+    rooms = [[pool for pool in pools if pool is not None] for pools in laid_out]
     if not all(rooms):
         return None
     work = [sum(room[-1].seconds) * room[-1].gpus for room in rooms]

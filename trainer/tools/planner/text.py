@@ -46,7 +46,8 @@ def plan_text(job: Job) -> str:
         not_checked = placements[len(best) + len(rejected) :]
         kind, slower = "placement", _slower_partitions(job, not_checked, best[0])
     shown = rejected[:SHOWN]
-    if more := rejected[SHOWN:]:
+    more = rejected[SHOWN:]
+    if more:
         shown.append(f"and {len(more)} more")
     first = best[0]
     config = job.configured(first)
@@ -96,7 +97,8 @@ def _engine(job: Job) -> str:
 
 def _evidence(job: Job) -> str:
     """Return which figures were ever measured on this GPU."""
-    if not (figures := measured_on(job.device.name)):
+    figures = measured_on(job.device.name)
+    if not figures:
         return f"Nothing was ever measured on this GPU ({job.device.name})."
     return (
         f"{len(figures)} figures were measured on one {job.device.name}: updates, log-probs, "

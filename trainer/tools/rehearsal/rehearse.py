@@ -141,7 +141,8 @@ def rehearse(config: RunConfig) -> list[str]:
 def with_short_validation(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return a trainer's inputs with few validation rows."""
     for item in inputs:
-        if (prompts := getattr(item, "validation", None)) is not None:
+        prompts = getattr(item, "validation", None)
+        if prompts is not None:
             prompts.rows = prompts.rows[:MOST_VALIDATION_ROWS]
     return tuple(item[:MOST_VALIDATION_ROWS] if isinstance(item, list) else item for item in inputs)
 

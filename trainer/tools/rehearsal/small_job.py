@@ -121,7 +121,8 @@ def small_config(config: C, folder: Path) -> C:
         elif key.leaf == "parallel" and value:
             of_run = vars(getattr(config, "parallel", ParallelConfig()))
             changes[key.name] = value | folded(of_run | value)
-    if isinstance(parallel := getattr(config, "parallel", None), ParallelConfig):
+    parallel = getattr(config, "parallel", None)
+    if isinstance(parallel, ParallelConfig):
         changes |= {f"parallel.{axis}": size for axis, size in folded(vars(parallel)).items()}
     changes |= _sizes(config)
     policy = getattr(config, "actor_rollout_ref", None)

@@ -324,7 +324,8 @@ def outcomes(by_turns: Mapping[str, Mapping[str, int]]) -> str:
     for row, counts in enumerate(by_turns.values()):
         left, total = 0, sum(counts.values())
         for outcome, color in OUTCOME_COLORS.items():
-            if number := counts.get(outcome, 0):
+            number = counts.get(outcome, 0)
+            if number:
                 title = f"{outcome}: {number} of {total}"
                 drawn.append(Bar(row, left, number, color, title))
                 left += number

@@ -106,12 +106,14 @@ def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
     """
     counts: dict[int, Counter[str]] = {}
     for row in rows:
-        if num_sampled := sum(map(_is_sampled, _turns(row))):
+        num_sampled = sum(map(_is_sampled, _turns(row)))
+        if num_sampled:
             outcome = FAILED if row.get("problem") else _outcome(_number(row, "score"))
             counts.setdefault(num_sampled, Counter())[outcome] += 1
     numbers = sorted(counts)
     result = {str(number): dict(counts[number]) for number in numbers[:MOST_ROWS]}
-    if rest := numbers[MOST_ROWS:]:
+    rest = numbers[MOST_ROWS:]
+    if rest:
         result[f"{rest[0]} or more"] = dict(sum((counts[number] for number in rest), Counter()))
     return result
 

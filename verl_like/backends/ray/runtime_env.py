@@ -25,7 +25,8 @@ def check_runtime_env(env: Mapping[str, Any], runs_here: bool) -> None:
     workers run only on other machines (`runs_here` is false), their Python is not tried.
     """
     known = sorted(name for name in RuntimeEnv.known_fields if not name.startswith("_"))
-    if unknown := [name for name in env if name not in known]:
+    unknown = [name for name in env if name not in known]
+    if unknown:
         raise ConfigError(
             f"ray.runtime_env has no field {unknown[0]!r}.{nearest(unknown[0], known)} Known: "
             f"{', '.join(known)}."

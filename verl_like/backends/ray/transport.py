@@ -188,7 +188,8 @@ class RayTransport(ProcessTransport):
         ranks, head = list(ranks), self._cluster.head_failure()
         lost = super().lost(ranks)
         for rank in ranks:
-            if why := head or self._cluster.node_failure(self._nodes[rank]):
+            why = head or self._cluster.node_failure(self._nodes[rank])
+            if why:
                 lost[rank] = why
         return lost
 

@@ -222,7 +222,8 @@ class VllmServer:
     def _open(self, path: str, body: dict[str, Any] | None = None) -> HTTPResponse:
         """Send a request, and return the open response; raise if the server rejects it."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get("VLLM_API_KEY"):
+        key = os.environ.get("VLLM_API_KEY")
+        if key:
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         try:

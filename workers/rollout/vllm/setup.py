@@ -374,7 +374,8 @@ def class_options(settings: VllmSettings) -> dict[str, Any]:
     if hasattr(text, "attn_temperature_tuning"):  # off below 32,768
         scales = {"attn_temperature_tuning": text.attn_temperature_tuning}
         options["override_generation_config"] = scales
-    if overrides := config_overrides(text):
+    overrides = config_overrides(text)
+    if overrides:
         options["hf_overrides"] = overrides if text is config else {"text_config": overrides}
     if text is config:
         return options
