@@ -60,7 +60,7 @@ from verl_like.registry import load_object
 JOBS = {
     "ppo": "trainer.tools.planner.ppo.PPOJob",
     "async": "trainer.tools.planner.async_training.AsyncJob",
-    **dict.fromkeys(("sft", "reward-model", "dpo"), "trainer.tools.planner.rows.RowsJob"),
+    **dict.fromkeys(("sft", "reward-model", "dpo"), "trainer.tools.planner.job.RowsJob"),
 }
 ON_SAMPLES = ("ppo", "async")
 """Recipes that plan samples; the others plan rows of a file."""

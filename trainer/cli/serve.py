@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     with exit_on_error():
         try:
-            from trainer.serve.server import serve
+            from trainer.serve.app import serve
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"verl-like serve needs the package {error.name}. Install it with: "

@@ -1,7 +1,8 @@
-"""HTTP routes of the Tinker protocol.
+"""The server of the Tinker protocol: its HTTP routes, and the threads that run it.
 
 Longer work goes into the `WorkQueue`. Its POST is answered at once, with a pending result's id. The
-client gets the result with `retrieve_future`, the only route that waits.
+client gets the result with `retrieve_future`, the only route that waits. The routes run in a thread
+of their own, and the `WorkQueue` in the main thread.
 """
 
 from __future__ import annotations
@@ -10,11 +11,17 @@ import asyncio
 import hmac
 import inspect
 import logging
+import signal
+import socket
+import sys
+import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+import uvicorn
 from pydantic import TypeAdapter, ValidationError, create_model
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -29,9 +36,9 @@ from trainer.serve.handlers import SamplingHandlers, TrainingHandlers
 from trainer.serve.pending import PendingResults, RequestError
 from trainer.serve.rows import loss_of, read_datums
 from trainer.serve.wire import PROTOBUF, parse
-from trainer.serve.work_queue import WorkQueue
+from trainer.serve.work_queue import WorkQueue, started
 from verl_like.errors import VerlLikeError
-from verl_like.process.machine import ON_THIS_MACHINE
+from verl_like.process.machine import ON_THIS_MACHINE, http_url
 
 logger = logging.getLogger(__name__)
 HOLD_S = 30.0
@@ -46,6 +53,10 @@ LARGEST = 64 * 2**20
 """Maximum size of a request body in bytes."""
 MOST_DROPPED = 2**30
 """Maximum bytes of a rejected body that are read, so that the client gets the answer."""
+SWITCH_S = 0.001
+"""Python's thread switch interval while the server runs; the default is 5 ms."""
+KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open; clients pause less between requests."""
 NO_CANCEL = {"sample_cancel_enabled": False, "sample_cancel_max_batch_size": 1}
 JSON_OBJECT = TypeAdapter(JsonObject)
 Handler = Callable[..., JsonObject | None]
@@ -287,3 +298,53 @@ async def _rejection(request: Request, error: Exception) -> Response:
     """Return the response to a rejected request."""
     text = b.fault_of(error) if isinstance(error, ValidationError) else f"{error}"
     return JSONResponse({"detail": text}, getattr(error, "status", 400))
+
+
+@contextmanager
+def open_api(work_queue: WorkQueue, host: str, port: int, token: str) -> Iterator[str]:
+    """Context in which clients can reach the server at the returned URL."""
+    api = Api(work_queue, token)
+    settings = uvicorn.Config(
+        api.app(),
+        host,
+        port,
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    listener = settings.bind_socket()
+    # connections inherit this; otherwise small responses wait 40 ms for the client's ACK
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    listener.listen(settings.backlog)  # so that clients may connect before the thread serves
+    server = uvicorn.Server(settings)
+
+    async def serve() -> None:
+        janitor = asyncio.create_task(api.janitor())
+        try:
+            await server.serve([listener])
+        finally:
+            janitor.cancel()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), name="api", daemon=True)
+    thread.start()
+    try:
+        yield http_url(host, listener.getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def serve(config: Any, host: str, port: int, token: str, aliases: Mapping[str, str]) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    sys.setswitchinterval(SWITCH_S)
+    with started(config, aliases) as work_queue, open_api(work_queue, host, port, token) as url:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: work_queue.stop())
+        kind = "adapters" if work_queue.ops.trained["actor"].model.lora_rank else "all weights"
+        print(f"{work_queue.base_model} ({kind}) answers at {url}", flush=True)
+        if work_queue.notice:
+            print(f"note: {work_queue.notice}", flush=True)
+        work_queue.run()
+        print(f"stopped; checkpoints are in {work_queue.checkpoints.folder}", flush=True)

@@ -13,8 +13,8 @@ import httpx
 import numpy as np
 
 from trainer.config.compose import load_config
+from trainer.serve.app import open_api
 from trainer.serve.recipe import SERVE, prepare
-from trainer.serve.server import open_api
 from trainer.serve.wire import CLASSES, PROTOBUF
 from trainer.serve.work_queue import WorkQueue, started
 

@@ -32,8 +32,8 @@ from tests.trainer.serve.clients import (
 from trainer.cli.serve import check_key
 from trainer.run_folder.saved_model import find_saved_model
 from trainer.serve import pending, training_ops
+from trainer.serve.app import open_api
 from trainer.serve.pending import PendingResult, RequestError, RequestOrder
-from trainer.serve.server import open_api
 from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import ConfigError
 

@@ -1,5 +1,7 @@
 """A planning job: a run's configuration, GPUs, and the layouts of its models on them.
 
+`RowsJob` is the job of recipes that train on rows; `trainer.tools.planner.ppo` has PPO's.
+
 A layout is a set of keys. Its memory is computed by `workers.memory` from the configuration with
 these keys, as for a run, and its seconds by `trainer.tools.planner.cost`. A key that the user has
 set keeps its value.
@@ -20,6 +22,8 @@ from trainer.config.recipe import Recipe
 from trainer.config.settings import overrides_of
 from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import role_models
+from trainer.rows.config import RowConfig
+from trainer.rows.preflight import longest_row, pass_tokens, preflight, role_memories
 from trainer.stubs import CallNode, our_class, trace_step
 from trainer.tools.planner.cost import Device, Gpus, ModelCost, StepRows, pass_seconds
 from trainer.tools.planner.search import (
@@ -333,6 +337,62 @@ class Job(ABC):
         error = None if of_model == ParallelDims() else self._axes_error(role, of_model)
         if error is not None:
             raise error
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowsJob(Job):
+    """A run that trains one model on rows: SFT, reward model or DPO."""
+
+    stages: ClassVar[tuple[str, ...]] = ("update",)
+    config: RowConfig
+    lengths: Sequence[float]
+    """Tokens of rows that are equally likely, the longest last."""
+
+    @property
+    def describe_rows(self) -> str:
+        """Rows and their lengths in words."""
+        sides = "pairs" if self.config.num_sides == 2 else "rows"
+        mean = sum(self.lengths) / len(self.lengths)
+        return (
+            f"{self.config.data.train_batch_size:,} {sides} of {mean:g} tokens per row on average "
+            f"(at most {longest_row(self.config):,})"
+        )
+
+    def rows(self, role: str) -> StepRows:
+        """Return the rows of a step."""
+        samples = self.config.data.train_batch_size * self.config.num_sides
+        return StepRows(
+            samples=samples,
+            prompts=0,
+            prompt=0.0,
+            responses=self.lengths,
+            longest=longest_row(self.config),
+        )
+
+    def pass_tokens(self, config: RowConfig, role: str, method: str) -> int:
+        """Return the tokens of a pass of this call."""
+        return pass_tokens(config, longest_row(self.config))
+
+    def smaller_passes(self, role: str) -> list[Keys]:
+        """Return keys that make the passes of a trained model smaller, to try."""
+        data, key, fewest = self.config.data, "micro_batch_size_per_gpu", 1
+        if data.use_dynamic_bsz:
+            key, fewest = "max_token_len_per_gpu", self.config.num_sides * longest_row(self.config)
+        now = getattr(data, key)
+        sizes = {max(now // 4, fewest), fewest} - {now}
+        return [{f"data.{key}": size} for size in sizes]
+
+    def memories(self, config: RowConfig) -> list[RoleMemory]:
+        """Return the memory of all roles in this run, as the run computes it."""
+        return role_memories(config, "cuda")
+
+    def check_run(self, config: RowConfig) -> None:
+        """Raise the errors of models and memory that the run would raise at its start."""
+        preflight(config)
+
+    def axes_are_tried(self, role: str) -> bool:
+        """Return whether axes are searched; axes that a reference shares stay unchanged."""
+        return len(self.models) == 1 and super().axes_are_tried(role)
 
 
 def _per_node(num_gpus: int, per_node: int) -> list[int]:
