@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
-from trainer.rollouts.samples import repeat_prompts
 from verl_like import (
     ClassWithInitArgs,
     DataProto,
@@ -28,13 +26,17 @@ from verl_like import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
-from verl_like.config_key import changed
-from workers.columns import write_columns
-from workers.rewards.manager import decode_responses
-from workers.rewards.weighted import place_at_last_token
-from workers.roles.actor import ActorWorker
-from workers.roles.rollout import RolloutWorker
-from workers.weights.sync import sync_weights
+from verl_like.extend import (
+    ActorWorker,
+    RolloutWorker,
+    compute_grpo_outcome_advantage,
+    decode_responses,
+    place_at_last_token,
+    repeat_prompts,
+    replace_keys,
+    sync_weights,
+    write_columns,
+)
 
 NUM_SAMPLES, NUM_STEPS, PROMPT_TOKENS, RESPONSE_TOKENS = 4, 5, 16, 8
 
@@ -68,7 +70,7 @@ def train(model: str, backend: str = "local", texts: Sequence[str] = ()) -> list
         "data.max_prompt_length": PROMPT_TOKENS,
         "data.max_response_length": RESPONSE_TOKENS,
     }
-    config = changed(PPOConfig(), settings)
+    config = replace_keys(PPOConfig(), settings)
     workers = {"actor": ActorWorker, "rollout": RolloutWorker}
     roles = {role: ClassWithInitArgs(worker, config) for role, worker in workers.items()}
     group = RayWorkerGroup if backend == "ray" else LocalWorkerGroup

@@ -31,7 +31,9 @@ PARSED = {
     *("LocalWorkerGroup", "RayClassWithInitArgs", "RayWorkerGroup", "ClassWithInitArgs"),
     *("create_colocated_worker_cls", "DataProtoFuture", "PerRank", "gather"),
     *("RolloutEngine", "ScoreTrainEngine", "WorkerExtension", "diagnose_rollout_gap"),
-    *("Recipe", "check_loss"),
+    *("Recipe", "check_loss", "EVAL", "RolloutWorker", "sync_weights", "update_model"),
+    *("RecordCallback", "datum_arrays", "record_verl_step", "trajectory_chats"),
+    *("decode_responses",),
 }
 """Names whose examples need groups of workers, models in training, files or other packages."""
 

@@ -49,7 +49,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("verl.workers",),
         ("placement",),
         ("backends",),
-        ("__init__", "extend", "rules"),
+        ("__init__", "extend", "rules", "tiny"),
     ],
     "workers": [
         ("chats", "columns", "config", "cpu", "images"),
@@ -97,7 +97,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
 }
 """(importer, imported) of imports in functions that may go up or close a cycle -> the reason."""
 
-PUBLIC_NAMES = ("verl_like", "verl_like.extend", "verl_like.rules")
+PUBLIC_NAMES = ("verl_like", "verl_like.extend", "verl_like.rules", "verl_like.tiny")
 """The modules that name higher packages: they import what users import, on first use."""
 
 

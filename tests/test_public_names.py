@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
+from collections.abc import Iterator
 
 import pytest
 import yaml
 
 from tests import ROOT
 from tests.conftest import load
-from tests.import_graph import PACKAGES, parsed, sources
+from tests.import_graph import PACKAGES, imported_names, parsed, sources
 from trainer.async_training.recipe import ASYNC
 from trainer.config.keys import config_keys
 from trainer.ppo.recipe import PPO
@@ -20,8 +22,9 @@ from verl_like.errors import ConfigError
 from verl_like.registry import load_object
 from workers.rewards.scorer import trust_kwargs
 
-PUBLIC = ("verl_like", "verl_like.extend")
-"""The modules that users of runs import, and authors of extensions."""
+EXAMPLES = ROOT / "examples"
+PUBLIC = ("verl_like", "verl_like.extend", "verl_like.tiny")
+"""The modules that users of runs import, and authors of extensions and of examples."""
 DOCUMENTED = (
     "trainer.PPOConfig",
     "trainer.PPOTrainer",
@@ -47,7 +50,9 @@ def find(path: str) -> object:
         return getattr(find(package), name)
 
 
-@pytest.mark.parametrize("package", [*PACKAGES, "verl_like.extend", "verl_like.rules"])
+@pytest.mark.parametrize(
+    "package", [*PACKAGES, "verl_like.extend", "verl_like.rules", "verl_like.tiny"]
+)
 def test_public_names_are_sorted_and_exist(package: str) -> None:
     module = importlib.import_module(package)
     names = list(module.__all__)
@@ -114,16 +119,33 @@ def documented() -> set[str]:
     return {*api_paths()} | exported | errors
 
 
-def test_the_api_pages_list_every_name_that_the_docs_import() -> None:
-    imported = set[str]()
+COMMAND = re.compile(r"^[%!].*$", re.M)
+"""A line of a notebook that is not Python."""
+
+
+def python_for_users() -> Iterator[tuple[str, str]]:
+    """Yield a file's name and Python of it: blocks of pages, cells of notebooks, examples."""
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
-        for block in re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
-            for node in ast.walk(ast.parse(block)):
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    if node.module.split(".")[0] in PACKAGES:
-                        imported |= {f"{node.module}.{alias.name}" for alias in node.names}
-    assert {path.rpartition(".")[0] for path in imported} == {*PUBLIC}
-    assert imported - documented() == set()
+        for block in re.findall(r"^```python.*?\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
+            yield str(page.relative_to(ROOT)), block
+    for notebook in EXAMPLES.rglob("*.ipynb"):
+        for cell in json.loads(notebook.read_text("utf-8"))["cells"]:
+            if cell["cell_type"] == "code":
+                yield str(notebook.relative_to(ROOT)), "".join(cell["source"])
+    for file in EXAMPLES.rglob("*.py"):
+        yield str(file.relative_to(ROOT)), file.read_text("utf-8")
+
+
+def test_the_docs_and_the_examples_import_only_names_of_the_api_pages() -> None:
+    private, users = dict[str, set[str]](), set[str]()
+    for place, code in python_for_users():
+        names = [name for name, _ in imported_names(ast.parse(COMMAND.sub("", code)))]
+        ours = {name for name in names if name.partition(".")[0] in PACKAGES} - {*PACKAGES}
+        users |= {place} if ours else set()
+        if others := ours - documented():
+            private[place] = others
+    assert private == {}
+    assert {"README.md", "examples/grpo_from_scratch.py", "docs/add_a_role.md"} <= users
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -151,8 +173,9 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
 
 
 def test_each_name_is_in_only_one_public_module() -> None:
-    users, authors = (set(find(module).__all__) for module in PUBLIC)
-    assert users & authors == set()
+    names = [name for module in PUBLIC for name in find(module).__all__]
+    assert len(names) == len({*names})
+    authors = find("verl_like.extend").__all__
     assert [name for name in authors if hasattr(find("verl_like"), name)] == []
 
 
@@ -174,7 +197,6 @@ def internal_paths(text: str) -> list[str]:
 def test_the_docs_name_only_public_modules() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     named = {page.name: internal_paths(page.read_text("utf-8")) for page in pages}
-    del named["my_curves_differ.md"]  # adapters for other frameworks
     assert {name: paths for name, paths in named.items() if paths} == {}
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from trainer.config.devices import Devices
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import worker_class
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from verl_like.placement.pools import expand_roles
 from verl_like.terminal import draw_table
@@ -196,12 +196,12 @@ def with_fewest_recomputed_layers(
             for model in undecided
         ]
         for count in counts:
-            tried = changed(config, dict.fromkeys(keys, count))
+            tried = replace_keys(config, dict.fromkeys(keys, count))
             if fits(memories(tried), devices.type, int(FILLED * devices.bytes)):
                 return tried
     except (ConfigError, OSError, ValueError):  # the memory cannot be computed
         return config
-    return changed(config, dict.fromkeys(keys, True))
+    return replace_keys(config, dict.fromkeys(keys, True))
 
 
 def check_fit(

@@ -33,7 +33,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, unknown_key
 from trainer.config.yaml_files import register
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import CallbackError, ConfigError, VerlLikeError
 from verl_like.files import is_remote
 from verl_like.masking import mask_text
@@ -225,7 +225,7 @@ def run_jobs(
                 from trainer.run_folder.remote import local_copy_of
 
                 folders[-1] = local_copy_of(url)
-            config = changed(config, {"trainer.default_local_dir": url})
+            config = replace_keys(config, {"trainer.default_local_dir": url})
             run_or_exit(config, recipe, job, start)
         except SystemExit as ended:
             if ended.code in STOP_EXITS:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import committed
 from trainer.run_folder.signals import StopSignals
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import (
     VerlLikeError,
     WaitTimeoutError,
@@ -140,7 +140,9 @@ class Restarts:
         """Return the configuration of the next attempt, which resumes from any checkpoint."""
         if not committed(Path(self._config.trainer.default_local_dir)):
             return config
-        return changed(config, {"trainer.resume_mode": "auto", "trainer.resume_from_path": None})
+        return replace_keys(
+            config, {"trainer.resume_mode": "auto", "trainer.resume_from_path": None}
+        )
 
     def _why_not(self, step: int, failures: int) -> str | None:
         """Return why there is no further attempt ("" if that is plain), or None if there is one."""

@@ -35,7 +35,7 @@ from verl_like.calls.dispatch import Registration
 from verl_like.calls.group import BoundMethod, WorkerGroup
 from verl_like.calls.messages import BOTH, METRICS
 from verl_like.calls.result import CallResult
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.placement.pools import expand_roles
 from workers.columns import COLUMNS, Column, columns_of, format_like
 from workers.config import has_environment
@@ -105,7 +105,7 @@ def trace_step(config: Any, trainer_cls: type | None = None) -> tuple[list[CallN
     sizes = {key: size for key, size in sizes.items() if size}
     prompts = [size for key, size in sizes.items() if not key.startswith("async_training.")]
     scale = math.gcd(*prompts, _read(config, "chunk_size") or 0)  # generators keep their shares
-    small: Any = changed(config, {key: size // scale for key, size in sizes.items()})
+    small: Any = replace_keys(config, {key: size // scale for key, size in sizes.items()})
     key = cls, scale, UNREAD.sub("", repr(small))
     if key not in _traces:
         calls, problem = _record(cls, small)
@@ -118,7 +118,7 @@ def _record(cls: Any, config: Any) -> tuple[list[dict[str, Any]], str]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
         groups = StubGroups(config)
         changes = {"default_local_dir": folder, "backend": "local", "resume_mode": "disable"}
-        config = changed(config, {f"trainer.{key}": value for key, value in changes.items()})
+        config = replace_keys(config, {f"trainer.{key}": value for key, value in changes.items()})
         at_end.callback(setattr, sys, "breakpointhook", sys.breakpointhook)
         sys.breakpointhook = lambda *_, **__: None  # the numbers are made up
         run: Any = Run(config, groups, observers=[DriverWork(groups)])  # type: ignore[arg-type]

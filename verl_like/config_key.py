@@ -29,7 +29,7 @@ S = TypeVar("S")
 class Section:
     """Base of a configuration's dataclasses; `freeze` makes an object read-only.
 
-    A run composes and settles its configuration once, and only reads it afterwards. `changed`
+    A run composes and settles its configuration once, and only reads it afterwards. `replace_keys`
     returns a modified copy.
     """
 
@@ -39,7 +39,7 @@ class Section:
         if getattr(self, "_is_frozen", False):
             raise AttributeError(
                 f"{type(self).__name__}.{name}={value!r}: the configuration of a run is "
-                "read-only. Use `verl_like.config_key.changed(config, {key: value})` to get a "
+                "read-only. Use `verl_like.extend.replace_keys(config, {key: value})` to get a "
                 "changed copy."
             )
         object.__setattr__(self, name, value)
@@ -61,8 +61,10 @@ def freeze(config: S) -> S:
     return config
 
 
-def changed(section: S, changes: Mapping[str, Any]) -> S:
+def replace_keys(section: S, changes: Mapping[str, Any]) -> S:
     """Return a copy of a section with other values at these dotted keys.
+
+        optim = replace_keys(config, {"lr": 1e-5, "weight_decay": 0.1})
 
     The copy shares the sections without a change, and is read-only if `section` is.
     """
@@ -72,7 +74,7 @@ def changed(section: S, changes: Mapping[str, Any]) -> S:
         by_field.setdefault(first, {})[rest] = value
     read = section.get if isinstance(section, Mapping) else functools.partial(getattr, section)
     values = {
-        name: below[""] if "" in below else changed(read(name), below)
+        name: below[""] if "" in below else replace_keys(read(name), below)
         for name, below in by_field.items()
     }
     if isinstance(section, Mapping):

@@ -159,8 +159,14 @@ ENVIRONMENT = "environment"
 """Column of the data that names a row's environment, if a run has several environments."""
 NAMED = ("uid", "sample_index")
 TOKENS = ("input_ids", "attention_mask", "position_ids")
-SEQUENCES = (*TOKENS, "responses", "response_mask", IMAGES, *NAMED)
-"""The columns that a pass over the samples reads."""
+SEQUENCE_COLUMNS = (*TOKENS, "responses", "response_mask", IMAGES, *NAMED)
+"""The columns that a pass over the samples reads.
+
+Example:
+
+    @batch_columns(reads=SEQUENCE_COLUMNS)
+    def judge(self, data): ...
+"""
 
 F = TypeVar("F", bound=Callable[..., Any])
 

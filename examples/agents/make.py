@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.make_tiny import fit, make_model, make_tokenizer
+from verl_like.tiny import fit, make_model, make_tokenizer
 
 CALL = '{"name": "add", "arguments": {"a": ', ', "b": ', "}}"
 CALLS, SHOWN_STEPS = 0.2, 400

@@ -21,18 +21,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from trainer import load_config, run
-from trainer.rollouts.samples import repeat_prompts
-from trainer.rollouts.turns import POLICY, chats_of
-from trainer.run_state import Metrics
-from trainer.tools.evaluation.recipe import EVAL
-from trainer.tools.evaluation.step import Evaluation
-from verl_like.batch.protocol import DataProto
-from workers.columns import sample_scores
-from workers.rewards.manager import decode_responses
-from workers.rewards.weighted import SKIPPED
+from verl_like import DataProto, load_config, run
+from verl_like.extend import (
+    EVAL,
+    Evaluation,
+    decode_responses,
+    read_columns,
+    repeat_prompts,
+    trajectory_chats,
+)
 
 Row = dict[str, Any]
+SKIPPED = "reward_extra/skipped"
+"""Column that is 1 if a sample is left out because a reward failed; else 0."""
 
 
 class BestOfN(Evaluation):
@@ -40,7 +41,7 @@ class BestOfN(Evaluation):
 
     recipe = replace(Evaluation.recipe, stages=("sample", "score"))
 
-    def step(self) -> Metrics:
+    def step(self) -> dict[str, float]:
         """Write the rows of all prompts; return the mean score, and the mean of the best."""
         sampling = asdict(self.config.actor_rollout_ref.rollout.validation)
         num_samples = sampling.pop("n")
@@ -82,10 +83,11 @@ def by_prompt(batch: DataProto, tokenizer: Any) -> list[list[Row]]:
     """
     columns = batch.non_tensor_batch
     skipped = columns.get(SKIPPED, [0] * len(batch))
-    texts, chats = decode_responses(batch, tokenizer), chats_of(batch, tokenizer)
+    texts, chats = decode_responses(batch, tokenizer), trajectory_chats(batch, tokenizer)
+    scores = read_columns(batch, "token_level_scores")["token_level_scores"].sum(dim=-1).tolist()
     samples: dict[str, list[Row]] = defaultdict(list)
-    for n, score in enumerate(sample_scores(batch).tolist()):
-        replies = [m["content"] for m in chats[n] or () if m["role"] == POLICY] or [texts[n]]
+    for n, score in enumerate(scores):
+        replies = [m["content"] for m in chats[n] or () if m["role"] == "assistant"] or [texts[n]]
         if all(reply.strip() for reply in replies) and not skipped[n]:
             prompt = columns["raw_prompt"][n]
             prompt = prompt if isinstance(prompt, str) else [dict(message) for message in prompt]

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.cli.make_tiny import make_model, make_tokenizer
+from verl_like.tiny import make_model, make_tokenizer
 
 SPLITS = {"sft": 20_000, "train": 20_000, "val": 1_000}
 

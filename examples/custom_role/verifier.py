@@ -9,6 +9,7 @@ and `verifier/accuracy` is the fraction that it judged correctly.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -16,20 +17,19 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl_like import DataProto, Dispatch, Worker, register
 from verl_like.extend import (
+    SEQUENCE_COLUMNS,
     Column,
-    FSDPConfig,
+    CriticWorker,
+    Loss,
+    MicroBatchBudget,
     PPOTrainer,
     RoleModelSpec,
     ScoreTrainEngine,
     batch_columns,
     read_columns,
     reduce_metrics,
+    update_model,
 )
-from workers.columns import SEQUENCES
-from workers.config import critic_model, critic_optim
-from workers.roles.critic import value_budget
-from workers.training.loss import Loss
-from workers.training.update import update
 
 GOOD = 0.5
 """Minimum score of a good response."""
@@ -43,11 +43,10 @@ class VerifierWorker(Worker):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        model, optim = critic_model(config), critic_optim(config)
-        self.budget = value_budget(config)
-        fsdp = FSDPConfig(**config.critic.model.fsdp_config)
-        spec = RoleModelSpec("critic.model.path", model, fsdp, head="scalar")
-        self.engine = ScoreTrainEngine(spec, optim_config=optim)
+        critic, optim = CriticWorker.role_model(config), config.actor_rollout_ref.actor.optim
+        spec = RoleModelSpec("critic.model.path", critic.model, critic.fsdp, head="scalar")
+        self.engine = ScoreTrainEngine(spec, optim_config=replace(optim, **config.critic.optim))
+        self.budget = MicroBatchBudget(rows=config.critic.ppo_micro_batch_size_per_gpu)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -55,7 +54,9 @@ class VerifierWorker(Worker):
         self.engine.build(self)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    @batch_columns(SEQUENCES, writes=[Column("verdicts", "[rows]", "float32", role="verifier")])
+    @batch_columns(
+        SEQUENCE_COLUMNS, writes=[Column("verdicts", "[rows]", "float32", role="verifier")]
+    )
     def compute_verdicts(self, data: DataProto) -> DataProto:
         """Return `verdicts` [rows], the probabilities that the whole responses are good."""
         return DataProto.from_dict(
@@ -66,7 +67,7 @@ class VerifierWorker(Worker):
     def update_verifier(self, data: DataProto) -> dict[str, float]:
         """Take one optimizer step on the whole batch."""
         loss = Loss("verifier", self.loss, columns=("token_level_scores",))
-        metrics = update(self.engine, data, loss, budget=self.budget)
+        metrics = update_model(self.engine, data, loss, budget=self.budget)
         return {f"verifier/{name}": value for name, value in metrics.items()}
 
     def loss(self, outputs: Any, columns: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from kindness import ADJECTIVES, ANIMALS, VERBS, kindness
 
-from trainer.cli.make_tiny import make_model, make_tokenizer
+from verl_like.tiny import make_model, make_tokenizer
 
 ASKS = ("tell of a", "write of a", "say of a")
 Row = dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from trainer.cli.make_tiny import main, make
+from verl_like.tiny import main, make
 
 __all__ = ["main", "make"]
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
 
 from prepare_gsm8k import make_row
 
-from trainer.cli.make_tiny import fit_answers, make_model, make_tokenizer
+from verl_like.tiny import fit_answers, make_model, make_tokenizer
 
 NUM_ROWS = {"train": 2048, "test": 64}
 LARGEST = 5

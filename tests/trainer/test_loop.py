@@ -22,7 +22,7 @@ from trainer import load_config, run
 from trainer.config.recipe import Recipe
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import SIGNALS, RunInterrupted
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
 
@@ -179,7 +179,7 @@ def test_a_signal_ends_a_run_without_checkpoints(
 
 def test_a_folder_of_another_configuration_is_rejected(whole: Path) -> None:
     with pytest.raises(CheckpointError, match=r"lr was 0\.1, is 0\.2"):
-        run(changed(config(whole), {"lr": 0.2}))
+        run(replace_keys(config(whole), {"lr": 0.2}))
 
 
 def test_runs_stop_at_their_goal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

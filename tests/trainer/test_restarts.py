@@ -27,7 +27,7 @@ from trainer.lost_groups import restart_groups
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import RunInterrupted, StopSignals
 from verl_like.backends.ray.transport import RayTransport
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import (
     ConfigError,
     InsufficientResourcesError,
@@ -235,7 +235,7 @@ def test_a_stop_ends_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def after_one_restart(folder: Path, stop: StopSignals | None = None, **timeouts: float) -> Any:
     """Return the restarts of a run with these timeouts."""
     run_config = config(folder)
-    run_config = changed(run_config, {"timeouts": run_config.timeouts | timeouts})
+    run_config = replace_keys(run_config, {"timeouts": run_config.timeouts | timeouts})
     one_restart = restarts.Restarts(run_config, stop)
     one_restart.wait_for_next(WorkerDiedError("gone"), 1)
     return one_restart

@@ -15,7 +15,7 @@ from trainer.launch import check_trainer
 from trainer.ppo import PPOTrainer
 from trainer.ppo.advantage_inputs import check_columns
 from trainer.run_folder.tracking import make_tracking
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from workers.config import WorkersConfig
 from workers.rollout.build import check_engine
@@ -137,7 +137,7 @@ def test_a_wrong_engine_is_rejected(name: str, words: str) -> None:
     config: WorkersConfig = load_config(NEEDED)
     policy = config.actor_rollout_ref
     rollout = replace(policy.rollout, name=f"{__name__}.{name}")
-    config = changed(config, {"actor_rollout_ref": replace(policy, rollout=rollout)})
+    config = replace_keys(config, {"actor_rollout_ref": replace(policy, rollout=rollout)})
     with pytest.raises(ConfigError, match=f"rollout.name={__name__}.{name}:? .*{words}"):
         check_engine(config, world_size=1)
 
@@ -174,7 +174,7 @@ def test_an_estimator_that_needs_missing_columns_is_rejected(name: str, words: s
     # a worker of the user may write any column
     user_worker = "+role_workers.critic=my_roles.Critic", "algorithm.adv_estimator=gae"
     config = load_config([*NEEDED, *user_worker])
-    config = changed(config, {"algorithm.adv_estimator": f"{__name__}.{name}"})
+    config = replace_keys(config, {"algorithm.adv_estimator": f"{__name__}.{name}"})
     check_columns(config)
 
 

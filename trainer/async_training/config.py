@@ -11,7 +11,7 @@ from typing import Any, Self
 from trainer.async_training.topology import ANY_RANK, CRITIC_COPY, Topology, generator_role, role_on
 from trainer.ppo.config import PPOConfig, PPOTrainerConfig
 from trainer.ppo.recipe import REWARD_MODEL_WORKER, inactive_roles
-from verl_like.config_key import ReadWhen, Section, changed, config_field
+from verl_like.config_key import ReadWhen, Section, config_field, replace_keys
 from verl_like.placement.pools import expand_roles
 from workers.config import RolloutConfig, model_rewards
 from workers.config.conditions import SAVES
@@ -249,7 +249,7 @@ class AsyncConfig(PPOConfig):
         """
         kind, generator = self.generator_roles.get(role, (role, 0))
         if kind != role and self.reward.list and kind in model_rewards(self):
-            return changed(self, {"reward.list": [model_rewards(self)[kind]]})
+            return replace_keys(self, {"reward.list": [model_rewards(self)[kind]]})
         settings = self.async_training.generator_settings.get(generator)
         if kind != "rollout" or settings is None:
             return self

@@ -31,7 +31,7 @@ from trainer.config.keys import read
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from trainer.ppo.recipe import complete as complete_ppo
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from verl_like.placement.pools import expand_roles
 from verl_like.registry import load_object
@@ -53,8 +53,8 @@ def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, S
                     f"async_training.topology={topology} sets {key}={number}, but {key}="
                     f"{read(config, key)} is set, too. Leave out one of the two keys."
                 )
-        config = changed(config, numbers)
-    config = changed(config, {GENERATOR_SETTINGS: _numbered_settings(config)})
+        config = replace_keys(config, numbers)
+    config = replace_keys(config, {GENERATOR_SETTINGS: _numbered_settings(config)})
     pool_of = {
         role: generator_pool(generator) for role, (_, generator) in config.generator_roles.items()
     }
@@ -77,7 +77,7 @@ def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, S
     }
     if "trainer.n_gpus_per_node" not in keys and config.trainer.simulate is None:
         changes["trainer.n_gpus_per_node"] = sum(max(sizes) for sizes in spec.values() if sizes)
-    return complete_ppo(changed(config, changes), keys, _other_weights(config))
+    return complete_ppo(replace_keys(config, changes), keys, _other_weights(config))
 
 
 def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
@@ -101,7 +101,7 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
     for generator, changes in numbered.items():
         if changes.name is not None:
             engine = engine_for(changes.name, device_type)
-            numbered[generator] = changed(changes, {"name": engine})
+            numbered[generator] = replace_keys(changes, {"name": engine})
     return numbered
 
 

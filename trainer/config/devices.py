@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig, TrainerConfig
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, nearest
 
 C = TypeVar("C", bound=RunConfig)
@@ -106,10 +106,10 @@ def with_simulated(config: C, keys: Collection[str]) -> C:
         is_set = "trainer.n_gpus_per_node" in keys
         per_node = trainer.n_gpus_per_node if is_set else GPUS_PER_NODE
         changes["trainer.nnodes"] = max(1, number // per_node)
-    config = changed(config, changes)
+    config = replace_keys(config, changes)
     if "trainer.n_gpus_per_node" in keys:
         return config
-    return changed(config, {"trainer.n_gpus_per_node": devices_of(config.trainer).num_gpus})
+    return replace_keys(config, {"trainer.n_gpus_per_node": devices_of(config.trainer).num_gpus})
 
 
 def _parsed(simulate: str) -> tuple[int, str]:

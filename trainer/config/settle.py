@@ -21,7 +21,7 @@ from trainer.config.devices import devices_of, with_simulated
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import notice_of, without_unread
-from verl_like.config_key import changed, freeze
+from verl_like.config_key import freeze, replace_keys
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import expand_roles, roles_by_pool, roles_named
 from verl_like.registry import load_object
@@ -41,7 +41,7 @@ def settle(recipe: Recipe[C], composed: C, keys: Collection[str]) -> tuple[C, li
     config = with_simulated(composed, keys)
     config, about_engine = _with_engine(config, keys)
     mapping = drop_preset_names(config.role_mapping, names_below("role_mapping", keys))
-    config, completed = recipe.complete(changed(config, {"role_mapping": mapping}), keys)
+    config, completed = recipe.complete(replace_keys(config, {"role_mapping": mapping}), keys)
     config, placed = place_roles(recipe, config, keys)
     config, unused = without_unread(config, keys)
     return freeze(config), [*about_engine, *completed, *placed, *unused]
@@ -65,7 +65,7 @@ def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
         sizes = {f"actor_rollout_ref.rollout.{key}": value for key, value in sizes.items()}
         changes |= {key: value for key, value in sizes.items() if key not in keys}
     is_assumed = rollout.name == "auto" and config.trainer.simulate is not None
-    return changed(config, changes), notices_of_engine(name, device_type, is_assumed)
+    return replace_keys(config, changes), notices_of_engine(name, device_type, is_assumed)
 
 
 BYTES_OF_A_WEIGHT = {"trained": 16, "frozen": 2}
@@ -133,7 +133,7 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
         if not unused:
             why = "this run has only one role"
         notices.append(notice_of(["placement"], why))
-    config = changed(config, {"resource_pool_spec": spec})
+    config = replace_keys(config, {"resource_pool_spec": spec})
     roles_by_pool(spec, config.role_mapping)  # raises if a pool does not exist
     if shares and not named_pools and len({sum(sizes) for sizes in spec.values()}) > 1:
         notices.append(
@@ -152,7 +152,7 @@ def _with_roles(recipe: Recipe[C], config: C, inactive: Collection[str]) -> C:
         workers.setdefault(role, worker)
         if neighbor in pools:
             mapping.setdefault(role, pools[neighbor])
-    return changed(config, {"role_mapping": mapping, "role_workers": workers})
+    return replace_keys(config, {"role_mapping": mapping, "role_workers": workers})
 
 
 def _with_slots(config: C, keys: Collection[str]) -> C:
@@ -163,7 +163,7 @@ def _with_slots(config: C, keys: Collection[str]) -> C:
         return config
     used = spec.keys() & set(config.role_mapping.values())
     slots = sum(max(spec[pool], default=0) or 1 for pool in used)
-    return changed(config, {"trainer.n_gpus_per_node": max(slots, trainer.n_gpus_per_node)})
+    return replace_keys(config, {"trainer.n_gpus_per_node": max(slots, trainer.n_gpus_per_node)})
 
 
 def share_devices(config: RunConfig, weights: Mapping[str, int]) -> dict[str, list[int]]:

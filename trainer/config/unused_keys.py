@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from trainer.config.keys import Arguments, leaves_of_items, path_to, read
 from trainer.config.schema import RunConfig
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 
 C = TypeVar("C", bound=RunConfig)
 
@@ -74,6 +74,6 @@ def without_unread(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
             if key.rules.arguments_of and name != key.name:
                 value = dict(read(config, key.name))
                 value.pop(name.removeprefix(f"{key.name}."), None)
-            config = changed(config, {key.name: value})
+            config = replace_keys(config, {key.name: value})
     notices = [notice_of(names, reason) for reason, names in unused.items()]
     return config, [*notices, *unused_in_items(config, keys)]

@@ -20,7 +20,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import models_of
 from trainer.ppo.sizes import CallSize, size_of, sizes_of
 from trainer.ppo.updating import longest_row
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from verl_like.placement.pools import expand_roles
 from verl_like.process.machine import memory_gib
@@ -220,7 +220,7 @@ def _with_fitting_tokens(config: P, devices: Devices) -> P:
             if fits(memories, devices.type, device_bytes):
                 break
             tokens = max(fewest, tokens // 2)
-            tried = changed(config, {TOKENS: tokens})
+            tried = replace_keys(config, {TOKENS: tokens})
     except (ConfigError, OSError, ValueError):  # the memory cannot be computed
         return config
     return tried

@@ -40,7 +40,7 @@ from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl_keys import settings_of_configuration, translate
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.registry import registry_of
 from workers.config import RolloutCorrectionConfig, has_environment, model_rewards
 from workers.config.conditions import has_only_teacher, has_teacher, why_no_critic
@@ -115,12 +115,12 @@ def complete(
     if MINI_BATCH not in keys and size > 0:  # largest divisor up to the default
         most = min(config.actor_rollout_ref.actor.ppo_mini_batch_size, size)
         largest = next(n for n in range(most, 0, -1) if size % n == 0)
-        config = changed(config, {MINI_BATCH: largest})
+        config = replace_keys(config, {MINI_BATCH: largest})
 
     inactive = inactive_roles(config)
     set_keys = [key for key, role in ROWS_OF_A_PASS.items() if key in keys and role not in inactive]
     if set_keys and BY_TOKENS not in keys:
-        config = changed(config, {BY_TOKENS: False})
+        config = replace_keys(config, {BY_TOKENS: False})
         notices.append(
             f"note: {set_keys[0]} counts samples, so passes are sized by samples "
             f"({BY_TOKENS}=false). Without this key they are sized by tokens, which is usually "
@@ -133,7 +133,7 @@ def complete(
     correction = config.algorithm.rollout_correction
     is_set = any(key == "correction" or key.startswith(CORRECTION) for key in keys)
     if reason and not is_set and correction == RolloutCorrectionConfig():
-        config = changed(config, {f"{CORRECTION}.rollout_is": "token"})
+        config = replace_keys(config, {f"{CORRECTION}.rollout_is": "token"})
         notices.append(
             f"note: {reason}, so {CORRECTION}.rollout_is=token (at most "
             f"{correction.rollout_is_threshold}) is set, as by correction=decoupled_token_is; "
@@ -196,8 +196,8 @@ def load_config(overrides: Sequence[str] | Mapping[str, Any], recipe: Recipe[Any
 
     Args:
         overrides: `key=value` strings, as on the command line, or a dict of key -> value.
-        recipe: a `Recipe`, such as `trainer.sft.recipe.SFT` (not the class `verl_like.SFT`). The
-            result is an object of its schema: `PPOConfig` for PPO, `SFTConfig` for SFT.
+        recipe: a `Recipe`, such as `verl_like.extend.EVAL`. The result is an object of its schema:
+            `PPOConfig` for PPO.
 
     Raises:
         ConfigError: a key or value is wrong or missing, or the settings cannot work together.

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 from trainer.data.prompts import PromptSet
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, nearest
 from workers.agents.chat import TurnRenderer
 from workers.agents.host import EnvironmentHost, Kind, name_of
@@ -70,7 +70,7 @@ def full_paths(config: Any) -> Any:
         "environment.tool_call_parser": section.tool_call_parser
         and in_full(section.tool_call_parser),
     }
-    return changed(config, paths)
+    return replace_keys(config, paths)
 
 
 def check_row_columns(kinds: Mapping[str, Kind], data_columns: Collection[str]) -> None:

@@ -37,6 +37,8 @@ EXTRA = "reward_extra/"
 def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
     """Return one row for each sample of each prompt, with its `sample_index`.
 
+        samples = repeat_prompts(batch, num_samples=4)      # 4 rows per prompt, next to each other
+
     If the environment of a prompt has several players, the prompt's samples are divided among them.
     The rows of one environment are adjacent, one per player. Every prompt has at least one
     environment.

@@ -53,10 +53,13 @@ def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     }
 
 
-def chats_of(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
+def trajectory_chats(batch: DataProto, tokenizer: Any) -> list[list[Message] | None]:
     """Return each trajectory's messages; without an environment, None for each sample.
 
     The messages begin with the row's prompt, or where the agent last restarted its chat.
+
+        for messages in trajectory_chats(batch, tokenizer):
+            print(messages)
     """
     columns = batch.non_tensor_batch
     if TRAJECTORY not in columns:

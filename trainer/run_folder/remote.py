@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import MODEL, STEP_FOLDER
 from trainer.run_folder.resume import LATEST
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from verl_like.files import (
     DRAFT,
@@ -80,7 +80,7 @@ def local_run_folder(config: C) -> Iterator[C]:
             changes[START_KEY] = str(run.folder / str(start).removeprefix(f"{run.remote.url}/"))
         elif is_remote(start):
             changes[START_KEY] = str(fetched(str(start), START_KEY))
-        yield changed(config, changes) if changes else config
+        yield replace_keys(config, changes) if changes else config
     finally:
         if run is not None:
             run.close()
@@ -112,7 +112,7 @@ def without_remote_folders(config: C) -> C:
     remote = RemoteFolder(url, KEY)
     with remote.naming():
         remote.files()
-    return changed(config, {KEY: str(local_copy_of(url))})
+    return replace_keys(config, {KEY: str(local_copy_of(url))})
 
 
 def upload(path: Path, url: str) -> None:

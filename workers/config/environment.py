@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_like.config_key import ReadWhen, Section, changed, config_field
+from verl_like.config_key import ReadWhen, Section, config_field, replace_keys
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
 
@@ -130,7 +130,7 @@ class EnvironmentConfig(Section):
     def of(self, name: str) -> EnvironmentConfig:
         """Return the settings of the environment with this name."""
         limits = self.by_name.get(name, {})
-        return changed(self, {key: limits[key] for key in limits if key != "share"})
+        return replace_keys(self, {key: limits[key] for key in limits if key != "share"})
 
     @property
     def shares(self) -> dict[str, float]:

@@ -179,7 +179,12 @@ def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
 
 
 def decode_responses(batch: DataProto, tokenizer: Any) -> list[str]:
-    """Return the text of every response; the first call adds the texts to the batch."""
+    """Return the text of every response; the first call adds the texts to the batch.
+
+    Example:
+
+        scores = [float("5" in text) for text in decode_responses(batch, tokenizer)]
+    """
     if RESPONSE_TEXT in batch.non_tensor_batch:
         return list(batch.non_tensor_batch[RESPONSE_TEXT])
     # rows are numpy arrays, because with tensors this takes 8 times as long

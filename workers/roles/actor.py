@@ -6,7 +6,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import CallMetrics, CallResult
 from verl_like.errors import BatchError
-from workers.columns import ROUTED, SEQUENCES, batch_columns
+from workers.columns import ROUTED, SEQUENCE_COLUMNS, batch_columns
 from workers.config import FSDPConfig, RolloutConfig, WorkersConfig, replays_routing, shuffle_seed
 from workers.models.precision import rollout_dtype
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
@@ -20,7 +20,7 @@ from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
 from workers.training.optim import moment_norms, norms_by_name
 from workers.training.role_model_spec import RoleModelSpec
-from workers.training.update import update
+from workers.training.update import update_model
 from workers.weights.transfer import WeightSender
 
 
@@ -30,7 +30,15 @@ def log_prob_temperature(rollout: RolloutConfig) -> float:
 
 
 class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
-    """Computes log-probs under the current policy, and trains the policy with PPO."""
+    """Computes log-probs under the current policy, and trains the policy with PPO.
+
+    Example:
+
+        class CountingActor(ActorWorker):       # role_workers.actor=my_module.CountingActor
+            @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+            def num_parameters(self) -> int:
+                return sum(weight.numel() for weight in self.engine.parameters())
+    """
 
     engine: TrainEngine
 
@@ -86,7 +94,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=(*SEQUENCES, ROUTED), scores=True)
+    @batch_columns(reads=(*SEQUENCE_COLUMNS, ROUTED), scores=True)
     def compute_log_prob(self, data: DataProto) -> CallResult:
         """Return `old_log_probs` and `entropys` of the responses under the current policy.
 
@@ -104,7 +112,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
     @batch_columns(
         reads=(
-            *(*SEQUENCES, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),
+            *(*SEQUENCE_COLUMNS, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),
             *("rollout_log_probs", "rollout_truncated_log_probs", "rollout_is_weights"),
             *("chosen_tokens", ROUTED),
         )
@@ -125,7 +133,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         if objective.on_policy:
             self.require_one_step(data)
         with utilization("actor", self.engine) as mfu:
-            metrics = update(
+            metrics = update_model(
                 self.engine,
                 data,
                 objective.loss,

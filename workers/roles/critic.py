@@ -11,7 +11,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import CallMetrics
 from verl_like.errors import WeightSyncError
-from workers.columns import SEQUENCES, batch_columns
+from workers.columns import SEQUENCE_COLUMNS, batch_columns
 from workers.config import (
     CriticConfig,
     FSDPConfig,
@@ -31,11 +31,11 @@ from workers.training.loss import Loss
 from workers.training.mfu import utilization
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch, pass_budget
 from workers.training.role_model_spec import RoleModelSpec
-from workers.training.update import update
+from workers.training.update import update_model
 from workers.weights.transfer import WeightReceiver, WeightSender
 
 
-def value_budget(config: WorkersConfig) -> MicroBatchBudget:
+def critic_budget(config: WorkersConfig) -> MicroBatchBudget:
     """Return the micro-batch budget of the critic, which its copies share."""
     critic = config.critic
     return pass_budget(
@@ -64,7 +64,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         self.loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
         self.loss_scale_factor = actor.loss_scale_factor
         self.shuffle_seed = shuffle_seed(actor)
-        self.budget = value_budget(config)
+        self.budget = critic_budget(config)
         self.engine = TrainEngine(
             self.role_model(config), optim_config=critic_optim(config), grad_clip=critic.grad_clip
         )
@@ -101,7 +101,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=SEQUENCES, scores=True)
+    @batch_columns(reads=SEQUENCE_COLUMNS, scores=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values`; entry j is the output at the position before response token j.
 
@@ -111,11 +111,11 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         return DataProto.from_dict(columns)
 
     @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
-    @batch_columns(reads=(*SEQUENCES, "sample_number", "values", "returns"))
+    @batch_columns(reads=(*SEQUENCE_COLUMNS, "sample_number", "values", "returns"))
     def update_critic(self, data: DataProto) -> CallMetrics:
         """Train the model on the returns. Metrics outside perf/ are equal on all ranks."""
         with utilization("critic", self.engine) as mfu:
-            metrics = update(
+            metrics = update_model(
                 self.engine,
                 data,
                 self.losses()["value"](data),
@@ -164,7 +164,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
-        self.budget = value_budget(config)
+        self.budget = critic_budget(config)
         self.engine = MovingAverageTrainEngine(self.role_model(config), decay=0.0)
         self.split_calls_by(self.engine)
 
@@ -176,7 +176,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         return replace(model, trains=False, saved=(), fsdp=fsdp, parallel=None, quantization=None)
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=SEQUENCES, scores=True)
+    @batch_columns(reads=SEQUENCE_COLUMNS, scores=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values`, and `value_version`, the version of the weights."""
         columns = self.forward(data)

@@ -16,7 +16,7 @@ from typing import Any
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import CheckpointError
-from workers.columns import SEQUENCES, batch_columns
+from workers.columns import SEQUENCE_COLUMNS, batch_columns
 from workers.config import FrozenFSDPConfig, WorkersConfig, is_actors_module, reference_model
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
@@ -93,7 +93,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         return adapter_off(self.engine.module)
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=SEQUENCES, scores=True)
+    @batch_columns(reads=SEQUENCE_COLUMNS, scores=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` of the responses."""
         with self.without_adapter():

@@ -11,7 +11,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.tensor_ops.masked import last_places
-from workers.columns import SEQUENCES, batch_columns, format_like
+from workers.columns import SEQUENCE_COLUMNS, batch_columns, format_like
 from workers.config import ModelConfig, RewardConfig, WorkersConfig, model_rewards
 from workers.models.folder import check_same_tokenizer
 from workers.roles.model_worker import TRAIN, ModelWorker
@@ -59,7 +59,7 @@ class RewardModelWorker(ModelWorker):
         super().init_model(total_steps)
 
     @register(dispatch_mode=TRAIN, readonly=True)
-    @batch_columns(reads=SEQUENCES)
+    @batch_columns(reads=SEQUENCE_COLUMNS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores`: the sample's score at its last response token, zero elsewhere.
 

@@ -70,6 +70,12 @@ class RolloutWorker(WeightReceiver, Worker):
 
     The random numbers of a sample are keyed by seed, uid, sample index and attempt, and by whether
     it is for training or validation.
+
+    Example:
+
+        rollout = LocalWorkerGroup(pool, ClassWithInitArgs(RolloutWorker, config))
+        rollout.init_model()
+        samples = rollout.generate_sequences(repeat_prompts(prompts, num_samples=4))
     """
 
     engine: RolloutEngine

@@ -27,7 +27,7 @@ from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
 from workers.training.passes import Reading
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.row_scores import Pairs, RowScores
-from workers.training.update import update
+from workers.training.update import update_model
 
 
 class RowWorker(CheckpointMixin, ModelWorker):
@@ -85,7 +85,7 @@ class RowWorker(CheckpointMixin, ModelWorker):
         """Take one optimizer step on all of these rows; return its metrics."""
         with utilization("model", self.engine) as mfu:
             loss = self.losses()[self.loss_name](data)
-            metrics = update(self.engine, data, loss, budget=self.budget)
+            metrics = update_model(self.engine, data, loss, budget=self.budget)
         named = {f"train/{name}": value for name, value in metrics.items()}
         return named | mfu | memory_in_use(self.engine.device)
 

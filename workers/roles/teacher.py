@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import register
-from workers.columns import SEQUENCES, Column, batch_columns
+from workers.columns import SEQUENCE_COLUMNS, Column, batch_columns
 from workers.config import FrozenFSDPConfig, WorkersConfig, teacher_model
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, ModelWorker
@@ -44,7 +44,7 @@ class TeacherWorker(ModelWorker):
 
     @register(dispatch_mode=TRAIN, readonly=True)
     @batch_columns(
-        reads=SEQUENCES,
+        reads=SEQUENCE_COLUMNS,
         writes=[Column("teacher_log_prob", "[rows, R]", "float32", role="teacher")],
         scores=True,
     )

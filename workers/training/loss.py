@@ -28,7 +28,16 @@ LossFn = Callable[[Columns, Columns, MiniBatch], LossAndMetrics]
 
 @dataclass(frozen=True)
 class Loss:
-    """A named loss and its inputs."""
+    """A named loss and its inputs.
+
+    Example:
+
+        def compute(outputs, columns, batch):
+            loss = (outputs["scores"] * columns["weights"]).sum() / batch.num_rows
+            return loss, {"loss": loss}
+
+        loss = Loss("weighted", compute, columns=("weights",))
+    """
 
     name: str
     compute: LossFn

@@ -1,9 +1,5 @@
 """One update of a model: epochs over mini-batches, from `forward_backward` and `optim_step`.
 
-Example:
-
-    metrics = update(engine, data, loss, budget=MicroBatchBudget(rows=8))
-
 A mini-batch is repeated in smaller passes if the GPU of a rank runs out of memory. `WeightSample`
 estimates the fraction of the weights that an update changed.
 """
@@ -47,7 +43,7 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
-def update(
+def update_model(
     engine: TrainEngine,
     data: DataProto,
     loss: Loss,
@@ -59,6 +55,8 @@ def update(
     extra_batches: Sequence[tuple[DataProto, Loss]] = (),
 ) -> Metrics:
     """Take one optimizer step per mini-batch and epoch, then advance the learning-rate schedule.
+
+        metrics = update_model(self.engine, data, loss, budget=MicroBatchBudget(rows=8))
 
     By default, the engine's `RoleModelSpec` sets the size of mini-batches and the number of epochs.
     With a seed, the samples are reshuffled for every epoch. Each step also adds the gradient of its

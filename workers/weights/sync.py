@@ -77,6 +77,8 @@ def sync_weights(
 ) -> dict[str, float]:
     """Bring the actor's weights to every rollout engine, verify them, and number them `version`.
 
+        sync_weights(actor, rollout, version=1)
+
     An engine that decodes with the actor's module gets no copy. Other engines get the weights in
     the rollout's dtype, or with `as_trained` in the dtype of training. If a rank rejects them, they
     are sent once more. Raises `WeightSyncError` if that fails, or if a rank is missing.

@@ -14,7 +14,7 @@ from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
 from trainer.stubs import trace_step
 from trainer.tools.planner.search import partitions
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
@@ -57,7 +57,7 @@ def test_every_partition_of_roles_over_pools_is_planned() -> None:
     for number, parts in enumerate(partitions(roles)):
         spec = {f"p{place}": [1 + (number + place) % 2] for place in range(len(parts))}
         mapping = {role: f"p{place}" for place, part in enumerate(parts) for role in part}
-        composed = changed(config, {"resource_pool_spec": spec, "role_mapping": mapping})
+        composed = replace_keys(config, {"resource_pool_spec": spec, "role_mapping": mapping})
         config, _ = settle(PPO, composed, [f"resource_pool_spec.{pool}" for pool in spec])
         pools = nominal_placement(config).pools
         assert {name: sorted(plan.roles) for name, plan in pools.items()} == {

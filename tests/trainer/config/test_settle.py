@@ -15,7 +15,7 @@ from trainer.config.settle import settle
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.ppo.roles import models_of
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
 SERVER = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.server_urls=[http://a]"]
@@ -56,7 +56,7 @@ def test_a_settled_configuration_is_read_only_in_every_process() -> None:
 
 def test_changed_returns_another_read_only_configuration() -> None:
     config = load_config(NEEDED)
-    other = changed(config, {"trainer.seed": 7, "critic.model.path": "other"})
+    other = replace_keys(config, {"trainer.seed": 7, "critic.model.path": "other"})
     assert (other.trainer.seed, other.critic.model.path) == (7, "other")
     assert (config.trainer.seed, config.critic.model.path) == (1, "model")
     assert other.actor_rollout_ref is config.actor_rollout_ref

@@ -14,7 +14,7 @@ from trainer.config.schema import PoolResources
 from trainer.groups.cluster import find_nodes
 from trainer.groups.nodes import needs_of_pools
 from trainer.groups.worker_groups import WorkerGroups
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, PlacementError
 
 ROLES = {"rollout": "generator_0_pool", "actor": "trainer_pool"}
@@ -72,17 +72,19 @@ def test_the_device_of_a_single_pool_has_no_effect(
 
 def test_a_pool_has_its_own_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = reporting(tmp_path, ROLES, generator_0_pool=1, trainer_pool=1)
-    config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(device="cpu")}})
+    config = replace_keys(
+        config, {"pool_resources": {"generator_0_pool": PoolResources(device="cpu")}}
+    )
     needs = needs_of_pools(config)
     assert [need.device for need in needs.values()] == ["cpu", "auto"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert find_nodes(config, [])[0].kind == "GPU"
 
-    config = changed(config, {"trainer.device": "cpu"})
+    config = replace_keys(config, {"trainer.device": "cpu"})
     assert find_nodes(config, [])[0].kind == "CPU slot"
     pools = config.pool_resources | {"trainer_pool": PoolResources(device="cuda")}
-    config = changed(config, {"pool_resources": pools})
+    config = replace_keys(config, {"pool_resources": pools})
     assert find_nodes(config, [])[0].kind == "GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(PlacementError, match="pool_resources.trainer_pool.device=cuda asks for"):
@@ -97,7 +99,9 @@ def test_children_on_gpus_are_rejected(tmp_path: Path, monkeypatch: pytest.Monke
         PlacementError, match="'generator_0_pool' would be child .*generator_0_pool.device=cpu"
     ):
         WorkerGroups(config)
-    config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(device="cpu")}})
+    config = replace_keys(
+        config, {"pool_resources": {"generator_0_pool": PoolResources(device="cpu")}}
+    )
     with WorkerGroups(config) as groups:
         assert groups["rollout"].device_kind() == ["cpu"]
         assert groups["actor"].device_kind() == ["cuda"]
@@ -109,7 +113,9 @@ def test_ray_reserves_the_resources_of_a_pool(tmp_path: Path) -> None:
     from ray.util import placement_group_table
 
     config = reporting(tmp_path, ROLES, "ray", generator_0_pool=1, trainer_pool=2)
-    config = changed(config, {"pool_resources": {"generator_0_pool": PoolResources(cpus=0.75)}})
+    config = replace_keys(
+        config, {"pool_resources": {"generator_0_pool": PoolResources(cpus=0.75)}}
+    )
     with WorkerGroups(config) as groups:
         places = [row for row in placement_group_table().values() if row["state"] == "CREATED"]
         bundles = {row["name"].partition("-")[0]: list(row["bundles"].values()) for row in places}
@@ -119,6 +125,6 @@ def test_ray_reserves_the_resources_of_a_pool(tmp_path: Path) -> None:
         assert groups["rollout"].who()[0][0] == "rollout"
 
     accelerated = {"generator_0_pool": PoolResources(resources={"accel": 1.0})}
-    config = changed(config, {"pool_resources": accelerated})
+    config = replace_keys(config, {"pool_resources": accelerated})
     with pytest.raises(PlacementError, match="pool 'generator_0_pool' needs .* 1 accel each"):
         WorkerGroups(config)

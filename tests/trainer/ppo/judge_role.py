@@ -8,7 +8,7 @@ from typing import Any
 from trainer.ppo.config import PPOConfig
 from verl_like import DataProto, Dispatch, Worker, register
 from verl_like.config_key import config_field
-from workers.columns import SEQUENCES, Column, batch_columns
+from workers.columns import SEQUENCE_COLUMNS, Column, batch_columns
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
 from workers.training.role_model_spec import RoleModelSpec
@@ -55,7 +55,7 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, readonly=True)
     @batch_columns(
-        reads=SEQUENCES,
+        reads=SEQUENCE_COLUMNS,
         writes=[Column("judge_log_prob", "[rows, R]", "float32", role="judge")],
         scores=True,
     )

@@ -20,7 +20,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import active_filters, correct_rollout
 from trainer.ppo.recipe import PPO
 from verl_like.batch.protocol import DataProto
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from workers.config import RolloutCorrectionConfig
 from workers.roles.actor import ActorWorker
@@ -58,7 +58,7 @@ def sampled(num_rows: int = 8) -> DataProto:
 
 def config_of(**settings: Any) -> PPOConfig:
     correction = RolloutCorrectionConfig(**settings)
-    return changed(PPOConfig(), {"algorithm.rollout_correction": correction})
+    return replace_keys(PPOConfig(), {"algorithm.rollout_correction": correction})
 
 
 def test_the_corrected_batch_has_weights_and_a_shorter_mask() -> None:

@@ -25,7 +25,7 @@ from trainer.ppo.scoring import mismatch_metrics
 from trainer.ppo.updating import add_chosen_tokens
 from trainer.ppo.validation import name_metrics
 from verl_like.batch.protocol import DataProto
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from workers.config import PolicyLossConfig, RolloutCorrectionConfig
 
 ROWS, WIDTH = 6, 5
@@ -85,13 +85,13 @@ def normed_scores(batch: DataProto) -> Result:
 
 def corrected(**settings: str) -> Callable[[DataProto], Result]:
     correction = RolloutCorrectionConfig(**settings)
-    config = changed(PPOConfig(), {"algorithm.rollout_correction": correction})
+    config = replace_keys(PPOConfig(), {"algorithm.rollout_correction": correction})
     return lambda batch: correct_rollout(batch, config, 1)
 
 
 def chosen(batch: DataProto) -> Result:
     loss = PolicyLossConfig(loss_mode="kl_cov")
-    config = changed(PPOConfig(), {"actor_rollout_ref.actor.policy_loss": loss})
+    config = replace_keys(PPOConfig(), {"actor_rollout_ref.actor.policy_loss": loss})
     batch = add_chosen_tokens(batch, config, 1)
     return batch, {"chosen": float(batch.batch["chosen_tokens"].sum())}
 

@@ -16,7 +16,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, fit_passes, largest_pass, plan_text, role_memories
 from trainer.ppo.preparation import check_models
 from trainer.ppo.recipe import load_config
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from workers.config import LARGEST_PASS, tokens_per_pass
 from workers.memory import GIB, LargestPass, RoleMemory, pool_bytes, usable_bytes
@@ -62,9 +62,9 @@ def memory_by_role(config: PPOConfig, device: str = "cuda") -> dict[str, RoleMem
 def test_averages_in_float32_are_counted_with_the_weights(model: Path) -> None:
     config = script_config(model)
     plain = memory_by_role(config)
-    config = changed(config, {"actor_rollout_ref.actor.ema_decay": 0.99})
-    config = changed(config, {"actor_rollout_ref.ref.update_every": 1})
-    config = changed(config, {"actor_rollout_ref.ref.ema_decay": 0.99})
+    config = replace_keys(config, {"actor_rollout_ref.actor.ema_decay": 0.99})
+    config = replace_keys(config, {"actor_rollout_ref.ref.update_every": 1})
+    config = replace_keys(config, {"actor_rollout_ref.ref.ema_decay": 0.99})
     averaged = memory_by_role(config)
     for role in ("actor", "ref"):
         assert averaged[role].weights - plain[role].weights == NUM_WEIGHTS * 4 / 4

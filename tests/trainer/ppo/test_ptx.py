@@ -12,7 +12,7 @@ from tests.integration.runs import numbers, overrides
 from trainer import load_config, run
 from trainer.ppo.memory import largest_pass
 from trainer.ppo.updating import longest_row, make_ptx_loader, rows_per_update
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 
 SETTINGS = (
@@ -69,7 +69,7 @@ def test_a_bad_row_stops_the_run_or_is_skipped(
     config = load_config(settings_of(tiny_dir, tmp_path, file))
     with pytest.raises(ConfigError, match=r"texts\.jsonl, line 2: .*data\.on_bad_row=skip"):
         make_ptx_loader(config, tokenizer)
-    config = changed(config, {"data.on_bad_row": "skip"})
+    config = replace_keys(config, {"data.on_bad_row": "skip"})
     with caplog.at_level("INFO"):
         assert make_ptx_loader(config, tokenizer) is not None
     assert "ptx.train_files: 2 rows, 1 malformed and skipped" in caplog.text
@@ -93,7 +93,7 @@ def test_the_memory_plan_counts_the_texts(tiny_dir: Path, texts: Path, tmp_path:
     samples = config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu
     largest = largest_pass(config, "actor")
     assert (largest.tokens, largest.reads) == (samples * 24, samples * 24)
-    config = changed(config, {"ptx.max_length": 100})
+    config = replace_keys(config, {"ptx.max_length": 100})
     largest = largest_pass(config, "actor")
     assert (largest.tokens, largest.reads) == (samples * 100, samples * 100)
 

@@ -15,7 +15,7 @@ from trainer import PPO, load_config, run
 from trainer.ppo.memory import role_memories
 from trainer.run_state import Metrics
 from trainer.stubs import trace_step
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 
 EVERY_SECOND = ("actor_rollout_ref.ref.update_every=2", "trainer.backend=local")
@@ -80,7 +80,7 @@ def test_the_graph_shows_the_update_of_the_reference(tiny_dir: Path, tmp_path: P
     config = load_config(overrides(tiny_dir, tmp_path, *EVERY_SECOND, "placement=colocate"))
     receives = ("sync", "ref.update_weights")
     assert receives in [node.key for node in trace_step(config)[0]]
-    config = changed(config, {"actor_rollout_ref.ref.update_every": None})
+    config = replace_keys(config, {"actor_rollout_ref.ref.update_every": None})
     assert receives not in [node.key for node in trace_step(config)[0]]
 
 

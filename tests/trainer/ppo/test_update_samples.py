@@ -14,7 +14,7 @@ from trainer.ppo.config import PolicyFiltrationConfig, PPOConfig
 from trainer.ppo.filters import draw_rows, filtration_weights, resample_by_score
 from trainer.ppo.updating import add_chosen_tokens
 from verl_like.batch.protocol import DataProto
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from workers.config import PolicyLossConfig
 from workers.losses.registry import POLICY_LOSSES, traits_of
 
@@ -23,7 +23,7 @@ NEEDED = ("data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backe
 
 
 def filtration(**settings: Any) -> PPOConfig:
-    return changed(
+    return replace_keys(
         PPOConfig(), {"algorithm.pf_ppo": PolicyFiltrationConfig(**settings), "trainer.seed": 1}
     )
 
@@ -34,7 +34,9 @@ def config_of(loss_mode: str, num_samples: int = ROWS, **arguments: float) -> PP
         "policy_loss": PolicyLossConfig(loss_mode=loss_mode, args=arguments),
         "ppo_mini_batch_size": num_samples,
     }
-    return changed(PPOConfig(), {f"actor_rollout_ref.actor.{key}": actor[key] for key in actor})
+    return replace_keys(
+        PPOConfig(), {f"actor_rollout_ref.actor.{key}": actor[key] for key in actor}
+    )
 
 
 @pytest.fixture

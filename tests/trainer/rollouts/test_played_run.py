@@ -20,7 +20,7 @@ from trainer.config.compose import load_config
 from trainer.data.lm_rows import read_lm_rows
 from trainer.observers.saved_batches import STAGES, batch_file
 from trainer.ppo.recipe import PPO
-from trainer.rollouts.turns import chats_of
+from trainer.rollouts.turns import trajectory_chats
 from trainer.tools.evaluation.recipe import EVAL
 from trainer.tools.replay.replay import replay
 from verl_like.batch.protocol import DataProto
@@ -124,7 +124,7 @@ def test_requests_of_an_agent_are_replayed_bit_for_bit(agent_run: Path) -> None:
 
 def test_the_chat_of_an_agent_is_its_last_request(agent_run: Path, tokenizer: Any) -> None:
     batch = DataProto.load_from_disk(batch_file(agent_run, 2, STAGES[0]))
-    for messages in chats_of(batch, tokenizer):
+    for messages in trajectory_chats(batch, tokenizer):
         assert messages is not None
         assert [row["role"] for row in messages] == ["user", "assistant", "user", "assistant"]
         assert messages[0]["content"] == messages[2]["content"] == "no"  # without the first turn

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer import load_config
 from trainer.run_folder.checkpoint import Checkpoints
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 
 
 class Method:
@@ -46,7 +46,7 @@ def composed_once(*overrides: str) -> Any:
 
 
 def composed(folder: Path, *overrides: str) -> Any:
-    return changed(composed_once(*overrides), {"trainer.default_local_dir": str(folder)})
+    return replace_keys(composed_once(*overrides), {"trainer.default_local_dir": str(folder)})
 
 
 def checkpoints(folder: Path, *overrides: str) -> Checkpoints:

@@ -20,7 +20,7 @@ from trainer.run_folder.folder import (
 )
 from trainer.tools.report.page import close_run
 from verl_like import masking
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from verl_like.masking import MASK
 
@@ -104,8 +104,8 @@ def test_a_resumed_run_notes_the_keys_that_it_changed(config: PPOConfig) -> None
     (checkpoint / "commit.json").write_text("{}")
     assert opened(config) == folder
     assert not (folder / "changes.jsonl").exists()
-    opened(changed(config, {"trainer.save_freq": 7}))
+    opened(replace_keys(config, {"trainer.save_freq": 7}))
     [change] = lines(folder, "changes.jsonl")
     assert change == {"step": 4, "keys": {"trainer.save_freq": [-1, 7]}}
-    opened(changed(config, {"trainer.resume_mode": "disable"}))
+    opened(replace_keys(config, {"trainer.resume_mode": "disable"}))
     assert not (folder / "changes.jsonl").exists()

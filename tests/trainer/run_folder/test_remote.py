@@ -267,10 +267,10 @@ def test_a_run_starts_from_a_checkpoint_in_the_store(tmp_path: Path) -> None:
         start = Path(local.trainer.resume_from_path)
         assert (start.name, start.is_relative_to(tmp_path / "cache")) == ("global_step_2", True)
     config = composed(Path("x"), *resume)
-    from verl_like.config_key import changed
+    from verl_like.config_key import replace_keys
 
     with local_run_folder(
-        changed(config, {"trainer.default_local_dir": "memory://first"})
+        replace_keys(config, {"trainer.default_local_dir": "memory://first"})
     ) as local:
         assert Path(local.trainer.resume_from_path).parent == Path(local.trainer.default_local_dir)
 

@@ -35,6 +35,10 @@ def compute_grpo_outcome_advantage(
 
     With `norm_adv_by_std_in_grpo=false`, there is no division, as in Dr. GRPO.
 
+        scores, mask = torch.tensor([1.0, 0.0]), torch.ones(2, 3, dtype=torch.int64)
+        rewards = place_at_last_token(scores, mask)
+        advantages, _ = compute_grpo_outcome_advantage(rewards, mask, index=["a", "a"])
+
     Watch: If `actor/grad_norm` falls to 0 before `critic/score/mean` is at its best, most groups
     have equal scores: set `algorithm.filter_groups.enable`. If `response_length/mean` grows while
     the score does not, use the preset `dr_grpo`.

@@ -13,7 +13,7 @@ from trainer.config.schema import RunConfig, TrainerConfig
 from trainer.data.config import DataConfig
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
 from trainer.ppo.verl_keys import translate
-from verl_like.config_key import Section, changed, config_field
+from verl_like.config_key import Section, config_field, replace_keys
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, RolloutConfig, ScoringSections, model_rewards
 from workers.config.environment import has_environment
@@ -93,7 +93,7 @@ def without_adapter(
     config: EvaluationConfig, keys: Collection[str]
 ) -> tuple[EvaluationConfig, Sequence[str]]:
     """Return the configuration without LoRA: the rollout has the weights of the model's folder."""
-    return changed(config, {"actor_rollout_ref.model.lora_rank": 0}), ()
+    return replace_keys(config, {"actor_rollout_ref.model.lora_rank": 0}), ()
 
 
 def check(config: EvaluationConfig) -> None:
@@ -123,3 +123,9 @@ EVAL = Recipe(
     checks=(check,),
     translate=translate,
 )
+"""The recipe of `verl-like eval`, whose trainer is `Evaluation`.
+
+Example:
+
+    config = load_config(["data.val_files=a.parquet", "actor_rollout_ref.model.path=m"], EVAL)
+"""

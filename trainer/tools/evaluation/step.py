@@ -20,7 +20,15 @@ AGENTS = "val-aux/agents/"
 
 
 class Evaluation(SamplingOnlyTrainer):
-    """Samples all prompts in one step with the role `rollout`, and scores the samples."""
+    """Samples all prompts in one step with the role `rollout`, and scores the samples.
+
+    Example:
+
+        class Longest(Evaluation):
+            def step(self):
+                samples = self.rollouts.generate(next(self.prompts.in_order()), validate=True)
+                return {"length/max": float(samples.padded("response_mask").sum(dim=1).max())}
+    """
 
     config: EvaluationConfig
     recipe = replace(SAMPLING_RUN, stages=("sample",))

@@ -15,7 +15,7 @@ from trainer.tools.planner.cost import Gpus
 from trainer.tools.planner.job import layout_keys, pool_key, sizes_of
 from trainer.tools.planner.ppo import PPOJob
 from trainer.tools.planner.search import PlannedPlacement, PoolLayout
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 
 NUMS_OF_GENERATORS = (1, 2, 4, 8)
@@ -105,7 +105,7 @@ class AsyncJob(PPOJob):
     ) -> AsyncPlacement:
         """Return the placement, with the seconds of its two sides."""
         sizes = {"generators": num_generators, "trainers": trainer.gpus}
-        config = changed(self.config, {f"async_training.{key}": n for key, n in sizes.items()})
+        config = replace_keys(self.config, {f"async_training.{key}": n for key, n in sizes.items()})
         num_chunks = config.data.train_batch_size // config.chunk_size
         at_once = min(map(config.chunks_in_parallel, range(num_generators)))
         chunks = max(num_chunks // at_once, 1)

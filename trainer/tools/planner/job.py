@@ -35,7 +35,7 @@ from trainer.tools.planner.search import (
     fit_together,
     partitions,
 )
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.placement.pools import expand_roles
 from workers.memory import RoleMemory
@@ -271,7 +271,7 @@ class Job(ABC):
             "role_mapping": dict.fromkeys(expand_roles(self.config.role_mapping), "pool"),
         }
         for keys in self._choices(role, axes):
-            config = changed(self.config, on_one_pool | keys)
+            config = replace_keys(self.config, on_one_pool | keys)
             model, calls, rows = self.models_in(config)[role], self.calls(role), self.rows(role)
             try:
                 dims = dims_of(num_gpus, model.sharding)

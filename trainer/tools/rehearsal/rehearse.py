@@ -27,7 +27,7 @@ from trainer.launch import run_steps, trainer_class
 from trainer.rollouts.reward_checks import synthetic_responses
 from trainer.run_folder.saved_model import find_saved_model
 from trainer.tools.rehearsal.small_job import STEPS, class_of, small_config
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, RewardError, WaitTimeoutError
 from workers.config import has_environment
 
@@ -120,7 +120,7 @@ def rehearse(config: RunConfig) -> list[str]:
         for run, steps in (("the run", STEPS), ("the resumed run", STEPS + 1)):
             watch = Watch(run, scores_rows=steps == STEPS)
             with phase(watch):
-                part = changed(small, {"trainer.total_training_steps": steps})
+                part = replace_keys(small, {"trainer.total_training_steps": steps})
                 result = run_steps(part, observers=[watch], shorten=with_short_validation)
             if not result.metrics:
                 raise ConfigError(

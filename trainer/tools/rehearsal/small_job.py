@@ -20,7 +20,7 @@ import torch
 from trainer.config.keys import leaves_of
 from trainer.config.schema import RunConfig
 from trainer.tools.small_models import LARGEST, LENGTHS, VOCABULARIES, shrunk
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from verl_like.placement.pools import expand_roles
 from workers.config import ParallelConfig, RolloutConfig, has_environment
@@ -133,9 +133,9 @@ def small_config(config: C, folder: Path) -> C:
     rewards = list(config.reward.list) if hasattr(config, "reward") else []
     for number, reward in enumerate(rewards):
         if reward.kind == "model":
-            rewards[number] = changed(reward, {"path": small_model(reward.path)})
+            rewards[number] = replace_keys(reward, {"path": small_model(reward.path)})
         changes["reward.list"] = rewards
-    return changed(_with_few_ranks(config), changes)
+    return replace_keys(_with_few_ranks(config), changes)
 
 
 def folded(axes: Mapping[str, Any]) -> dict[str, int]:
@@ -164,7 +164,7 @@ def _with_few_ranks(config: C) -> C:
     if hasattr(config, "async_training"):
         trainers = sizes[pools["actor"]][0]
         changes |= OF_ASYNC | {"async_training.trainers": trainers}
-    return changed(config, changes)
+    return replace_keys(config, changes)
 
 
 def _axes_of(config: RunConfig, role: str) -> dict[str, Any]:

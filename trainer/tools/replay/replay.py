@@ -30,7 +30,7 @@ from trainer.run_state import Metrics, Run
 from trainer.tools.replay.saved_run import SavedRun
 from trainer.tools.replay.what_if import HEADLINES, Blame, estimate_without, log_prob_change
 from verl_like.batch.protocol import DataProto
-from verl_like.config_key import changed
+from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, PlacementError
 from verl_like.process.sandbox import reject_nested_run
 
@@ -146,7 +146,7 @@ def replay(
     with tempfile.TemporaryDirectory(prefix="verl-like-replay-") as scratch:
         folder = Path(scratch) / "run"
         config = settings_of_replay(saved.config, start, folder, backend)
-        config = changed(config, dict(changes or {}))
+        config = replace_keys(config, dict(changes or {}))
         print(announcement(saved, start, step, config), flush=True)
         make(config, trainer_cls)
         on_made(folder)
@@ -195,7 +195,7 @@ def settings_of_replay(config: Config, start: Path | None, folder: Path, backend
             "trainer.nnodes": 1,
             "resource_pool_spec": {pool: [sum(sizes)] for pool, sizes in spec.items()},
         }
-    return changed(config, changes)
+    return replace_keys(config, changes)
 
 
 def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:

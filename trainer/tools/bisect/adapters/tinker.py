@@ -1,8 +1,5 @@
 """Record the loop of a Tinker client from the data that it sends to `forward_backward`.
 
-    recorder = Recorder("records/tinker", "tinker", {"learning_rate": 1e-4})   # verl_like.record
-    recorder.step(1, datum_arrays(data, scores=rewards, group=group), lr=1e-4)
-
 `data` is a list of `tinker.Datum`, as tinker_cookbook's `assemble_training_data` returns it.
 """
 
@@ -18,7 +15,13 @@ MASKS = ("mask", "weights", "logprobs")
 
 
 def datum_arrays(data: Sequence[Any], **fields: Any) -> dict[str, Any]:
-    """Return the arrays of a step; `fields` have a number per datum."""
+    """Return the arrays of a step from Tinker's data; `fields` have a number per datum.
+
+    Example:
+
+        recorder = Recorder("records/tinker", "tinker", {"learning_rate": 1e-4})
+        recorder.step(1, datum_arrays(data, scores=rewards, group=group), lr=1e-4)
+    """
     rows: dict[str, list[Any]] = {name: [] for name in ("prompts", "responses", *MASKS)}
     rows["advantages"] = []
     for datum in data:

@@ -1,7 +1,7 @@
-"""Record a run of TRL 1.16: `trainer.add_callback(RecordCallback(trainer, "records/trl"))`.
+"""Record a run of TRL 1.16.
 
-It records GRPO and RLOO (samples, rewards, advantages, loss) and, for DPO and SFT, the loss, the
-gradients, the learning rate and the norms of weights.
+A `RecordCallback` records GRPO and RLOO (samples, rewards, advantages, loss) and, for DPO and SFT,
+the loss, the gradients, the learning rate and the norms of weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ NAMES = {
 
 
 class RecordCallback(TrainerCallback):
-    """Writes a step after each optimizer step; the rows are in the order of generation."""
+    """Callback for TRL that records every optimizer step, with rows in the order of generation.
+
+    Example:
+
+        trainer.add_callback(RecordCallback(trainer, "records/trl"))
+    """
 
     def __init__(self, trainer: Any, folder: str) -> None:
         path = trainer.model.config._name_or_path

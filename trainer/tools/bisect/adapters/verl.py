@@ -1,9 +1,8 @@
 """Read verl 0.9.1: its dump of samples as text, or a record that one line in its trainer writes.
 
 `trainer.rollout_data_dir=DIR` writes `DIR/<step>.jsonl` with the scores of samples as text. For all
-other fields, add a line before `self._log_rollout_data(...)` in verl's `ray_trainer.py`:
-
-    record_step("records/verl", self.global_steps, batch, self.config, metrics)
+other fields, call `record_verl_step` before `self._log_rollout_data(...)` in verl's
+`ray_trainer.py`.
 """
 
 from __future__ import annotations
@@ -28,10 +27,15 @@ def verl_arrays(path: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-def record_step(
+def record_verl_step(
     folder: str, step: int, batch: Any, config: Mapping[str, Any], metrics: Mapping[str, Any]
 ) -> None:
-    """Write a step of verl's trainer from its batch and metrics."""
+    """Write a step of verl's trainer from its batch and metrics.
+
+    Example:
+
+        record_verl_step("records/verl", self.global_steps, batch, self.config, metrics)
+    """
     if not isinstance(config, dict):
         from omegaconf import OmegaConf
 
