@@ -2,9 +2,8 @@
 
     verl-like make-tiny tiny && python examples/grpo_from_scratch.py tiny/model local
 
-Two roles share a pool of processes: the rollout samples, and the actor trains. The driver below
-holds the whole flow: sample, score, estimate, update, sync. `verl-like ppo` runs the same calls on
-the same samples, with checkpoints, logs and checks around them.
+Two roles share a pool of processes: the rollout samples, and the actor trains. `verl-like ppo` runs
+the same calls on the same samples, with checkpoints, logs and checks around them.
 """
 
 from __future__ import annotations
@@ -88,9 +87,8 @@ def train(model: str, backend: str = "local", texts: Sequence[str] = ()) -> list
             advantages, _ = compute_grpo_outcome_advantage(
                 place_at_last_token(scores, mask), mask, prompts.non_tensor_batch["uid"]
             )
-            batch = write_columns(batch, advantages=advantages)
-            outputs = actor.forward(batch, ("log_probs",))
-            batch = batch.union(outputs.rename("log_probs", "old_log_probs"))
+            outputs = actor.forward(batch, ("log_probs",)).rename("log_probs", "old_log_probs")
+            batch = write_columns(batch, advantages=advantages).union(outputs)
             actor.forward_backward(batch, "policy")
             (step_metrics,) = actor.optim_step()
             metrics.append({"reward": scores.mean().item(), **step_metrics})
