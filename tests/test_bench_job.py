@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -81,16 +80,6 @@ def test_the_row_averages_the_steps_after_the_first(
     assert rate == pytest.approx(tokens / seconds, rel=1e-3)
 
 
-def test_the_record_counts_the_parameters_of_the_model(
-    job_done: tuple[Path, str], tiny_dir: Path
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    record = json.loads((job_done[0] / "made" / "job.json").read_text(encoding="utf-8"))
-    model = AutoModelForCausalLM.from_pretrained(tiny_dir / "model")
-    assert record["columns"]["parameters"] == model.num_parameters()
-
-
 def test_the_json_has_the_phases_of_every_step_and_all_settings(job_done: tuple[Path, str]) -> None:
     folder, output = job_done
     assert output.splitlines()[-1] == "all results: made/job.json"
@@ -107,65 +96,15 @@ def test_the_json_has_the_phases_of_every_step_and_all_settings(job_done: tuple[
     assert record["command"].startswith("python benchmarks/bench_job.py ")
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--steps", "1"], "error: 1 step: the first one warms up and is left out"),
-        (
-            ["--steps", "3", "trainer.total_training_steps=9"],
-            "--steps=3 and trainer.total_training_steps=9: leave one of them out",
-        ),
-        (["trainer.dry_run=true"], "trainer.dry_run=true: it runs no step"),
-    ],
-)
-def test_a_job_that_cannot_be_measured_starts_no_run(
-    tiny_dir: Path, tmp_path: Path, more: list[str], message: str
-) -> None:
-    done = bench(tiny_dir, tmp_path, *more)
+def test_a_job_that_cannot_be_measured_starts_no_run(tiny_dir: Path, tmp_path: Path) -> None:
+    done = bench(tiny_dir, tmp_path, "--steps", "1")
     assert done.returncode
-    assert message in done.stderr
+    assert "error: 1 step: the first one warms up and is left out" in done.stderr
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_with_a_run_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("", encoding="utf-8")
-    assert "holds a run already" in bench(tiny_dir, tmp_path).stderr
-
-
-def record(tiny: Path, steps: list[Any], **job: Any) -> dict[str, Any]:
-    batch = {"device": "cpu", "num_devices": 2, "prompts_per_step": 512, "samples_per_prompt": 1}
+def test_missing_steps_are_rejected(tiny_dir: Path) -> None:
     sizes = {"prompts_per_update": 512, "max_prompt_length": 8, "max_response_length": 8}
-    whole = RECORD.Job(
-        **{"model": str(tiny / "model"), **batch, **sizes, "epochs": 1, "steps": 3, **job}
-    )
-    return RECORD.job_record("verl-like", whole, steps)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "message"),
-    [
-        ([1, 2], "recorded 2, the last of them step 2"),
-        ([1, 3, 3], "recorded 3, the last of them step 3"),
-    ],
-)
-def test_missing_and_repeated_steps_are_rejected(
-    tiny_dir: Path, numbers: list[int], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        record(tiny_dir, [RECORD.JobStep(number, 1.0, 1, {}) for number in numbers])
-
-
-def test_a_gpu_job_is_rejected_on_a_machine_without_gpus(
-    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    steps = [RECORD.JobStep(number, 1.0, 1, {}) for number in (1, 2, 3)]
-    with pytest.raises(ConfigError, match="ran on cuda, and this machine has no card"):
-        record(tiny_dir, steps, device="cuda")
-
-
-def test_a_package_outside_its_own_checkout_has_no_commit() -> None:
-    """An installation in a virtual environment inside another repository has no commit."""
-    assert RECORD.commit_of("pytest") == "-"
-    assert RECORD.commit_of("no-such-package") == "-"
+    job = RECORD.Job(str(tiny_dir / "model"), "cpu", 2, 512, 1, **sizes, epochs=1, steps=3)
+    with pytest.raises(ConfigError, match="recorded 2, the last of them step 2"):
+        RECORD.job_record("verl-like", job, [RECORD.JobStep(n, 1.0, 1, {}) for n in (1, 2)])

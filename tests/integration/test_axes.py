@@ -66,15 +66,6 @@ def test_stages_of_a_model_with_a_tower_are_rejected(tiny_dir: Path, tmp_path: P
         two_steps(tiny_dir, tmp_path / "two", *keys, *two)
 
 
-@pytest.mark.slow
-def test_two_ranks_that_share_experts_equal_one_process(tiny_dir: Path, tmp_path: Path) -> None:
-    model = with_experts(tiny_dir, tmp_path / "model")
-    more = (model, f"critic.model.path={tmp_path / 'model'}")
-    of_one = two_steps(tiny_dir, tmp_path / "one", *more)
-    steps = on_two(tiny_dir, tmp_path / "two", ["ep=2"] * 3, *more)
-    assert_same_numbers(steps, of_one, *REQUIRED)
-
-
 @pytest.mark.parametrize(
     ("axes", "message"),
     [

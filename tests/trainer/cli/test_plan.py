@@ -46,6 +46,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 GPUS = ["--gpus=16", "--device=A100"]
+TWO_ROLES = ["algorithm=grpo", "algorithm.use_kl_in_reward=false"]
+"""Actor and rollout, which have few placements."""
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +154,7 @@ def test_a_model_without_a_config_is_rejected(tmp_path: Path) -> None:
 
 def test_a_model_that_fits_nowhere_gets_the_number_of_gpus_it_needs(settings: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"actor: \d+, .* (\d+) of these GPUs are enough"):
-        plan.plan(["--gpus=1", "--device=H100", "--memory-gib=18", *settings])
+        plan.plan(["--gpus=1", "--device=H100", "--memory-gib=18", *settings, *TWO_ROLES])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_a_plan_that_does_not_fit_has_alternatives(
         "trainer.tools.planner.text.MOST_GPUS", 1
     )  # skips the search for enough GPUs
     with pytest.raises(ConfigError, match=words):
-        plan.plan(["--gpus=1", "--device=H100", "--memory-gib=6", *settings, *keys])
+        plan.plan(["--gpus=1", "--device=H100", "--memory-gib=6", *settings, *TWO_ROLES, *keys])
 
 
 def test_the_plan_counts_every_call_of_a_step_on_rows(settings: list[str]) -> None:

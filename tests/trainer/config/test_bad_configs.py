@@ -60,12 +60,10 @@ SETTINGS = [
         "data.max_response_length=600",
         r"16 \+ data.max_response_length=600 = 616 tokens.*512 positions.*by 104",
     ),
-    ("data.train_files=", "data.train_files is empty"),
     (
         "data.train_files=nowhere.parquet",
         "data.train_files: there is no file nowhere.parquet.*contains",
     ),
-    ("trainer.n_gpus=2", "Did you mean 'trainer.n_gpus_per_node'"),
     ("max_new_tokens=8", "Did you mean 'data.max_response_length'"),
     ("data.prompt_key=promt", "no column 'promt'.*data_source, prompt.*Did you mean 'prompt'"),
     (
@@ -212,7 +210,6 @@ FILES = [
     (model_with_half_a_config, "config.json is damaged: Expecting value"),
     (row_without_prompt, "p.jsonl, line 2.*no column 'prompt'.*data.on_bad_row=skip"),
     (unknown_source, "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k"),
-    (asserts_as_tests, "ground_truth has an assert.*forge its score.*reward.trust_programs=true"),
     (model_without("token*"), "cannot load a tokenizer.*model.safetensors. Copy tokenizer.json"),
     (
         model_without("chat_template*"),
@@ -239,6 +236,7 @@ def test_bad_files_are_rejected(
 @pytest.mark.parametrize(
     "function",
     [
+        "",
         "reward.function.path=workers.rewards.code reward.function.name=run_tests",
         "reward.list=[{name:tests,path:workers.rewards.code,function:run_tests}]",
     ],
@@ -247,7 +245,8 @@ def test_asserts_are_rejected_for_every_form_of_their_rule(
     base: list[str], function: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
     settings = [*base, *function.split(), asserts_as_tests(tiny_dir, tmp_path)]
-    with pytest.raises(ConfigError, match="ground_truth has an assert"):
+    words = "ground_truth has an assert.*forge its score.*reward.trust_programs=true"
+    with pytest.raises(ConfigError, match=words):
         run(load_config(settings))
     with pytest.raises(AssertionError, match="a worker process was started"):
         run(load_config([*settings, "reward.trust_programs=true"]))
