@@ -133,3 +133,34 @@ def _leaves(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def correction_table() -> str:
+    """The presets of `correction`: a row per loss and weights, a column per rejection."""
+    cells = {}
+    for name in PPO.preset_names("correction"):
+        keys = preset_leaves("correction", name)
+        mode = "bypass" if keys.get("bypass_mode") else "decoupled"
+        loss = f"{mode} {'REINFORCE' if keys.get('loss_type') == 'reinforce' else 'PPO'}"
+        level, bounds = keys.get("rollout_is"), keys.get("rollout_is_threshold", "")
+        low, _, high = bounds.replace(".0", "").partition("_")
+        outside = f"0 outside {low} to {high} (IcePop)" if high else f"at most {low}"
+        weights = f"per {level}, {outside}" if level else "none"
+        rejection = " ".join((keys.get("rollout_rs") or "", keys.get("rollout_rs_threshold", "")))
+        cells[loss, weights, rejection.strip()] = name
+    rejections = sorted({rejection for *_, rejection in cells})
+    heads = [REJECTIONS[rejection] for rejection in rejections]
+    lines = ["|".join(["Loss", "Weights", *heads]), "|".join(["---"] * (2 + len(heads)))]
+    for loss, weights in sorted({(loss, weights) for loss, weights, _ in cells}, reverse=True):
+        names = [cells.get((loss, weights, rejection)) for rejection in rejections]
+        lines.append("|".join([loss, weights, *(f"`{name}`" if name else "" for name in names)]))
+    return "\n".join(lines)
+
+
+REJECTIONS = {
+    "": "No rejection",
+    "seq_mean_k1 0.999_1.001": "Geometric mean outside 0.999 to 1.001",
+    "seq_mean_k3 0.01": "Mean k3 above 0.01",
+    "seq_sum_k1 0.5_2.0": "Product outside 0.5 to 2",
+}
+"""`rollout_rs` and its threshold -> which sequences it rejects."""

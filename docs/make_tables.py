@@ -22,6 +22,7 @@ from api_tables import PAGES as API_PAGES
 from api_tables import name_table
 from cards import (
     Card,
+    correction_table,
     estimator_cards,
     left_to_the_user,
     names_by_entry,
@@ -366,12 +367,6 @@ def lr_schedule_table() -> str:
         keys = list(inspect.signature(schedule).parameters)[1:]
         rows.append([_code(names), *_formula_and_source(schedule), _code(keys)])
     return _list(rows)
-
-
-def correction_table() -> str:
-    """The presets of `correction`: what each file says of itself."""
-    names = PPO.preset_names("correction")
-    return _list([[f"`{name}`", _about_preset("correction", name)] for name in names])
 
 
 def command_list() -> str:
