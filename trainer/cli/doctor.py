@@ -281,11 +281,11 @@ def show(items: Iterable[Finding]) -> None:
     for finding in items:
         print_or_exit(printable(str(finding)))
         failed += bool(finding.fix) and not finding.is_optional
-    print_or_exit(
-        f"{failed} required check{'s' * (failed > 1)} failed; what to do is after →"
-        if failed
-        else "all required checks pass"
-    )
+    if failed:
+        checks = f"{failed} required check{'s' * (failed > 1)}"
+        print_or_exit(f"{checks} failed; what to do is after →")
+    else:
+        print_or_exit("all required checks pass")
     sys.exit(bool(failed))
 
 

@@ -49,11 +49,9 @@ def devices_here(config: RunConfig) -> str:
         return "CPU slot"
     if wanted > has.num_gpus:
         simulated = config.trainer.simulate
-        whose = (
-            "this machine has"
-            if simulated is None
-            else f"--gpus {simulated} (trainer.simulate) has"
-        )
+        whose = "this machine has"
+        if simulated is not None:
+            whose = f"--gpus {simulated} (trainer.simulate) has"
         raise PlacementError(
             f"trainer.n_gpus_per_node={wanted}, but {whose} {has.num_gpus}. Set it to "
             f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."

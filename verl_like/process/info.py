@@ -95,12 +95,13 @@ def torchrun_environment(
     and users pass it to `set_device`; on CPUs it is the rank on the node, as `RAY_LOCAL_RANK`
     always is. `init_process_group()` uses the store of rank 0.
     """
+    index = process_info.device_index
+    if index is None:
+        index = process_info.local_rank
     values: dict[str, object] = {
         "RANK": process_info.rank,
         "WORLD_SIZE": process_info.world_size,
-        "LOCAL_RANK": process_info.local_rank
-        if process_info.device_index is None
-        else process_info.device_index,
+        "LOCAL_RANK": index,
         "LOCAL_WORLD_SIZE": process_info.local_world_size,
         "RAY_LOCAL_RANK": process_info.local_rank,
         "RAY_LOCAL_WORLD_SIZE": process_info.local_world_size,

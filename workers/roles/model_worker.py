@@ -117,11 +117,9 @@ class ModelWorker(Worker):
         """
         known = self.losses()
         if loss not in known:
-            why = (
-                f"{nearest(loss, known)} Known: {', '.join(known)}."
-                if known
-                else " This role is frozen."
-            )
+            why = " This role is frozen."
+            if known:
+                why = f"{nearest(loss, known)} Known: {', '.join(known)}."
             raise ConfigError(f"{self.role}.forward_backward: there is no loss {loss!r}.{why}")
         loss_of_batch = known[loss](data)
         metrics, outputs = self.engine.forward_backward_rows(

@@ -114,11 +114,9 @@ class Snapshots:
         with self._lock:
             newest = None if self.newest is None else self.newest.version
             if self.newest is None or version not in (newest, None):
-                available = (
-                    "no version is published"
-                    if newest is None
-                    else f"the published version is {newest}"
-                )
+                available = "no version is published"
+                if newest is not None:
+                    available = f"the published version is {newest}"
                 wanted = "the newest version" if version is None else f"version {version}"
                 raise WeightSyncError(
                     f"{wanted} cannot be delivered: {available}. Only the newest "

@@ -237,11 +237,10 @@ def split_resource_pool(
 ) -> list[SubRayResourcePool]:
     """Split a pool into parts of `split_size` ranks; a list has the size of each part."""
     total = resource_pool.world_size
-    sizes = (
-        [split_size] * (total // max(split_size, 1))
-        if isinstance(split_size, int)
-        else list(split_size)
-    )
+    if isinstance(split_size, int):
+        sizes = [split_size] * (total // max(split_size, 1))
+    else:
+        sizes = list(split_size)
     if sum(sizes) != total or any(size < 1 for size in sizes):
         raise PlacementError(
             f"a pool of {total} processes cannot be split into pools of {split_size} processes. "

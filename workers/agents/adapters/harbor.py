@@ -62,11 +62,11 @@ class Harbor(EnvironmentAdapter):
         toml = self._task / "task.toml"
         self._settings = tomllib.loads(toml.read_text(encoding="utf-8")) if toml.is_file() else {}
         of_environment = self._settings.get("environment", {})
-        self._shell: Container | LocalShell = (
-            Container(self.program, self._task, of_environment)
-            if self.program
-            else LocalShell(self._task)
-        )
+        self._shell: Container | LocalShell
+        if self.program:
+            self._shell = Container(self.program, self._task, of_environment)
+        else:
+            self._shell = LocalShell(self._task)
         return (self._task / "instruction.md").read_text(encoding="utf-8")
 
     def bash(self, command: str) -> str:
