@@ -135,7 +135,7 @@ def trace_pass(body: Any) -> PassTrace | None:
     return PassTrace(
         saved,
         _total([known[kind].forward[-1] for kind in kinds]),
-        _sum(_tensors(list(inputs[layers[0]][1].values())), hidden_size),
+        _sum(tensors_in(list(inputs[layers[0]][1].values())), hidden_size),
         max(known.values(), key=lambda layer: max(m.of() for m in layer.forward + layer.backward)),
     )
 
@@ -178,8 +178,8 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {_storage(tensor) for tensor in _tensors([args, list((kwargs or {}).values())])}
-        for tensor in _tensors(result):
+        inputs = {_storage(tensor) for tensor in tensors_in([args, list((kwargs or {}).values())])}
+        for tensor in tensors_in(result):
             storage = _storage(tensor)
             is_new = storage not in inputs and storage not in self._left_out
             if is_new and tensor.shape not in self._shapes:
@@ -189,11 +189,12 @@ class Alive(TorchDispatchMode):
         return result
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors of nested lists and tuples."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, (list, tuple)):
-        return [tensor for part in tree for tensor in _tensors(part)]
+        return [tensor for part in tree for tensor in tensors_in(part)]
     return []
 
 

@@ -24,9 +24,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils.flop_counter import flop_registry
+
+from workers.models.pass_trace import tensors_in
 
 META = torch.device("meta")
 ROOT = Path(__file__).resolve().parents[3]
@@ -245,13 +246,6 @@ class Recorder(TorchDispatchMode):
     def seconds(self, gpu: Gpu, compiled: bool = False) -> float:
         """Return the time on a GPU: of the device, or of the host if that is longer."""
         return max(self.device_and_host(gpu, compiled))
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors of nested lists and tuples."""
-    if isinstance(tree, Tensor):
-        return [tree]
-    return [t for part in tree for t in tensors_in(part)] if isinstance(tree, (list, tuple)) else []
 
 
 def is_free(func: Any) -> bool:
