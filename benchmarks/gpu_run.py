@@ -249,7 +249,7 @@ def weights_from_a_seed() -> Iterator[None]:
             else:
                 weight.fill_(1.0 if name.endswith("norm.weight") else 0.0)
 
-    with patch("workers.training.build.load_weights", draw):
+    with patch("workers.training.build_model.load_weights", draw):
         yield
 
 
@@ -550,7 +550,7 @@ def run_parts(parts: list[Part], trial: Trial) -> None:
     """Run parts in this process; tell their figures and their errors."""
     import torch
 
-    from workers.training.build import prepare_gpu_process
+    from workers.training.build_model import prepare_gpu_process
 
     if trial.device == "cuda":
         prepare_gpu_process()

@@ -68,7 +68,7 @@ ENVIRONMENT = {
 }
 PRELOADED = [
     *("tests.rare_collections", "tests.foreign_functions", "peft"),
-    *("workers.training.build", "tests.frozen"),
+    *("workers.training.build_model", "tests.frozen"),
     *("trainer.cli.check", "trainer.tools.rehearsal.rehearse"),
 ]
 """Modules that the processes of a rehearsal have from the start."""

@@ -17,7 +17,7 @@ from trainer.cli.plan_sections import doc_parts
 from trainer.ppo.advantage_inputs import SETTINGS, columns_read
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.recipe import PPO
-from verl_like.config_key import arguments_of
+from verl_like.config_key import settable_arguments
 from workers.losses.registry import POLICY_LOSSES, traits_of
 
 ACTOR = "actor_rollout_ref.actor."
@@ -70,7 +70,7 @@ def policy_loss_cards() -> list[Card]:
         traits = traits_of(policy_loss)
         chosen = ("chosen_tokens",) if traits.choose_tokens else ()
         columns = ("old_log_probs", "advantages", "response_mask", *chosen)
-        arguments = [f"policy_loss.args.{name}" for name in arguments_of(policy_loss)]
+        arguments = [f"policy_loss.args.{name}" for name in settable_arguments(policy_loss)]
         read = (*(traits.keys_read or ()), *arguments, "loss_agg_mode")
         keys = tuple(f"{ACTOR}{name}" for name in read)
         cards.append(

@@ -48,7 +48,7 @@ PRELOADED = [
     "trainer.cli.make_tiny",
     "workers.rollout.native.engine",
     "workers.rollout.hf",
-    "workers.training.build",
+    "workers.training.build_model",
     "tests.frozen",
 ]
 multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)

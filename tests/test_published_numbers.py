@@ -11,7 +11,7 @@ import pytest
 from tests import ROOT
 from trainer.cli.plan import job_of
 from workers.config.model import FSDPConfig, ModelConfig
-from workers.memory import GIB, LargestPass, memory_of
+from workers.memory import GIB, LargestPass, engine_memory
 from workers.training.role_model_spec import RoleModelSpec
 
 Case = dict[str, Any]
@@ -60,6 +60,6 @@ def test_planned_memory_is_near_the_published_peaks(tmp_path: Path) -> None:
         model = ModelConfig(path=path, enable_gradient_checkpointing=True)
         spec = RoleModelSpec("model.path", model, FSDPConfig(), trains=True)
         largest = LargestPass(case["tokens"], case["tokens"])
-        memory = memory_of(spec, "model", "all", case["gpus"], "cuda", largest)
+        memory = engine_memory(spec, "model", "all", case["gpus"], "cuda", largest)
         gib = (memory.resident + memory.call) / GIB
         assert gib == pytest.approx(case["GiB"], rel=0.12), case["name"]

@@ -35,7 +35,7 @@ from workers.models.causal_lm import MODEL_ERRORS, generative_classes, model_cla
 from workers.models.folder import factor_border
 from workers.models.quantize import Int8Weight, make_room
 from workers.models.routing import Routers
-from workers.models.support import LIMITS, ORIGINAL, TABLE, features, limits_of, ropes
+from workers.models.support import LIMITS, ORIGINAL, TABLE, features, ropes, window_sizes
 from workers.parallel.sequence import AttendRows
 from workers.parallel.stages import NoStages, StageParts, Stages
 from workers.rollout.native.kv_cache import (
@@ -541,7 +541,7 @@ def is_correct(way: str, config: Any, attention: str) -> bool:
 
 def ways_with(config: Any, attention: str, names: Sequence[str]) -> Ways:
     """Return which of the ways are correct with this attention, and within which limits."""
-    limits = sorted({name for name, _ in limits_of(config)})
+    limits = sorted({name for name, _ in window_sizes(config)})
     ways: Ways = {}
     for way in names:
         if is_correct(way, within(config, limits), attention):

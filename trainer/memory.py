@@ -21,8 +21,8 @@ from workers.memory import (
     GIB,
     LargestPass,
     RoleMemory,
+    engine_memory,
     hf_config_of,
-    memory_of,
     pool_bytes,
     usable_bytes,
 )
@@ -66,7 +66,7 @@ def model_memory(
     ranks = sum(config.resource_pool_spec[pool])
     saves = trainer.save_freq > 0 or trainer.save_every_minutes is not None
     copies = saves and trainer.async_save
-    return memory_of(model, role, pool, ranks, device_type, largest, copies)
+    return engine_memory(model, role, pool, ranks, device_type, largest, copies)
 
 
 def memory_table(

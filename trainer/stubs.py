@@ -37,7 +37,7 @@ from verl_like.calls.messages import BOTH, METRICS
 from verl_like.calls.result import CallResult
 from verl_like.config_key import replace_keys
 from verl_like.placement.pools import expand_roles
-from workers.columns import COLUMNS, Column, columns_of, format_like
+from workers.columns import COLUMNS, Column, declared_columns, format_like
 from workers.config import has_environment
 from workers.rollout.batches import REQUEST, batch_of, samples_of
 from workers.rollout.client import ROW_BITS
@@ -315,9 +315,9 @@ class StubMethod(BoundMethod):
             return self.collect_fn(group, [default_of(self.function)])
         if self.mark.returns == METRICS:
             return {}
-        declared = columns_of(group.roles[self.role], method)
+        declared = declared_columns(group.roles[self.role], method)
         names = ("response_log_probs",) if declared is None else declared.writes
-        batch = made_up(names, batches[0])
+        batch = stub_columns(names, batches[0])
         return CallResult(batch, {}) if self.mark.returns == BOTH else batch
 
 
@@ -359,7 +359,7 @@ def default_of(function: Callable[..., Any]) -> Any:
         return None
 
 
-def made_up(names: Iterable[str], rows: DataProto) -> DataProto:
+def stub_columns(names: Iterable[str], rows: DataProto) -> DataProto:
     """Return columns of the declared shapes, whose numbers differ between samples of a prompt."""
     columns: dict[str, Any] = {}
     objects: dict[str, Any] = {}
@@ -388,4 +388,4 @@ def sampled(prompts: DataProto, config: Any) -> DataProto:
     batch = batch_of(samples, widths, pad=0, version=0)
     if REQUEST in prompts.columns:
         batch = batch.union(prompts.select([REQUEST], []))
-    return batch.union(made_up(TRAJECTORIES, batch)) if has_environment(config) else batch
+    return batch.union(stub_columns(TRAJECTORIES, batch)) if has_environment(config) else batch

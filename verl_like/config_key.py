@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from verl_like.registry import registry_of
+from verl_like.registry import get_registry
 from verl_like.signatures import signature_of
 
 S = TypeVar("S")
@@ -146,7 +146,7 @@ def entry_takes(parameter: str, kind: str, name: str) -> ReadWhen:
     """Return the condition that the registry entry which a key names has this parameter."""
 
     def holds(section: Any, run: Any) -> bool:
-        entry = registry_of(kind).look_up(_value(section, run, name))
+        entry = get_registry(kind).look_up(_value(section, run, name))
         return parameter in inspect.signature(entry).parameters
 
     missing = f"the {kind} that {_full(name)} names has no parameter {parameter}"
@@ -180,8 +180,8 @@ class KeyRules:
             A path (`my_module.name`, `file.py:name`) names the user's own code.
         options: the dataclass whose fields are the valid names of a dict, with types and rules.
         arguments_of: the key in the same section that names an entry of a registry. The value is a
-            dict of the entry's arguments (see the function `arguments_of`), except those that are
-            keys of the section.
+            dict of the entry's arguments (see `settable_arguments`), except those that are keys of
+            the section.
         allows: the values in words, if neither type, range nor choices describe them.
         hint: the end of an error message, and of the values in the docs: "or null to keep all".
         required: if set, the key must not be empty; explains how to fill it.
@@ -222,7 +222,7 @@ class Argument(NamedTuple):
 
 
 @functools.cache
-def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
+def settable_arguments(entry: Callable[..., Any]) -> dict[str, Argument]:
     """Return name -> parameter of a registry's entry, for parameters that a configuration may set.
 
         def my_loss(log_prob, *, beta: Annotated[float, KeyRules(above=0)] = 0.1, **inputs): ...
@@ -251,9 +251,9 @@ def arguments_of(entry: Callable[..., Any]) -> dict[str, Argument]:
     return arguments
 
 
-def arguments_for(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+def select_arguments(entry: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of the arguments that this registry entry takes."""
-    return {name: arguments[name] for name in arguments_of(entry) if name in arguments}
+    return {name: arguments[name] for name in settable_arguments(entry) if name in arguments}
 
 
 def config_field(
@@ -280,7 +280,7 @@ def config_field(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def rules_of(field: dataclasses.Field[Any]) -> KeyRules:
+def key_rules(field: dataclasses.Field[Any]) -> KeyRules:
     """Return the rules that `config_field` attached to a field; a plain field has none."""
     rules: KeyRules = field.metadata.get("rules", NO_RULES)
     return rules

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS
     from trainer.ppo.advantages.registry import kl_belongs_in_loss as kl_belongs_in_loss
     from trainer.ppo.filters import register_filter as register_filter
-    from trainer.ppo.mismatch import diagnose_rollout_gap as diagnose_rollout_gap
+    from trainer.ppo.rollout_gap import diagnose_rollout_gap as diagnose_rollout_gap
     from trainer.ppo.stages import PPOTrainer as PPOTrainer
     from trainer.reward_model.step import RewardModelTrainer as RewardModelTrainer
     from trainer.rollouts.samples import repeat_prompts as repeat_prompts

@@ -35,7 +35,7 @@ T = TypeVar("T")
 _by_kind: dict[str, Registry[Any]] = {}
 
 
-def registry_of(kind: str) -> Registry[Any]:
+def get_registry(kind: str) -> Registry[Any]:
     """Return the registry of that kind; its module must have been imported.
 
     A configuration's schema names a kind, and therefore does not import the entries.

@@ -198,7 +198,7 @@ def batch_columns(
     return mark
 
 
-def columns_of(worker_class: type, method: str) -> MethodColumns | None:
+def declared_columns(worker_class: type, method: str) -> MethodColumns | None:
     """Return the columns that the class or its nearest base declares for a method, or None."""
     for cls in worker_class.__mro__:
         declaration: MethodColumns | None = getattr(vars(cls).get(method), "batch_columns", None)
@@ -207,7 +207,7 @@ def columns_of(worker_class: type, method: str) -> MethodColumns | None:
     return None
 
 
-def reads_of(worker_class: type, method: str) -> tuple[str, ...] | None:
+def method_reads(worker_class: type, method: str) -> tuple[str, ...] | None:
     """Return the columns that a worker's method reads.
 
     None means that they are unknown, so that the method gets all columns. The attribute `READS` of
@@ -226,7 +226,7 @@ def select_reads(batch: DataProto, worker_class: type, method: str) -> DataProto
 
     If they are unknown, return the whole batch.
     """
-    names = reads_of(worker_class, method)
+    names = method_reads(worker_class, method)
     if names is None:
         return batch
     columns = batch.columns

@@ -4,7 +4,7 @@
         @classmethod
         def role_model(cls, config, role) -> RoleModelSpec: ...  # also builds the engine
 
-    memory = memory_of(model, role, pool, ranks, device_type, LargestPass(tokens, reads))
+    memory = engine_memory(model, role, pool, ranks, device_type, LargestPass(tokens, reads))
 
 Roles of a pool share its devices. The memory that they use between calls is added up. Their calls
 run one at a time, so only the largest call is added to that sum. The memory of a call includes
@@ -124,7 +124,7 @@ class LargestPass:
     """For a trained role, the size of its largest pass without gradients."""
 
 
-def memory_of(
+def engine_memory(
     model: RoleModelSpec,
     role: str,
     pool: str,

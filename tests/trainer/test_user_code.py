@@ -18,7 +18,7 @@ from trainer.run_folder.tracking import make_tracking
 from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from workers.config import WorkersConfig
-from workers.rollout.build import check_engine
+from workers.rollout.build_engine import check_engine
 from workers.rollout.hf import HFRolloutEngine
 
 NEEDED = ["data.train_files=x", "actor_rollout_ref.model.path=y", "trainer.backend=local"]

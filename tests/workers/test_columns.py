@@ -8,7 +8,7 @@ from tests.workers.samples import make_batch
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import registered_methods
 from verl_like.errors import MissingColumnError
-from workers.columns import COLUMNS, columns_of, reads_of, require, select_reads
+from workers.columns import COLUMNS, declared_columns, method_reads, require, select_reads
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticCopyWorker, CriticWorker
 from workers.roles.reference import ReferenceWorker
@@ -46,7 +46,7 @@ def test_a_built_in_method_gets_the_columns_it_reads_and_the_batch_has() -> None
     chosen = select_reads(make_batch(2), ActorWorker, "update_actor")
     have = {*make_batch(2).batch.keys(), *make_batch(2).non_tensor_batch}
     assert {*chosen.batch.keys(), *chosen.non_tensor_batch} == have & {
-        *(reads_of(ActorWorker, "update_actor") or ())
+        *(method_reads(ActorWorker, "update_actor") or ())
     }
 
 
@@ -60,10 +60,10 @@ def test_a_class_of_the_users_gets_every_column_unless_it_says_what_it_reads() -
         READS = {"update_actor": ("responses",)}
 
     batch = make_batch(2)
-    assert reads_of(Mine, "update_actor") is None
+    assert method_reads(Mine, "update_actor") is None
     assert select_reads(batch, Mine, "update_actor") is batch
-    assert reads_of(Mine, "compute_log_prob") == reads_of(ActorWorker, "compute_log_prob")
-    assert reads_of(Mine, "compute_log_prob") is not None
+    assert method_reads(Mine, "compute_log_prob") == method_reads(ActorWorker, "compute_log_prob")
+    assert method_reads(Mine, "compute_log_prob") is not None
     assert list(select_reads(batch, Declared, "update_actor").batch.keys()) == ["responses"]
 
 
@@ -74,7 +74,7 @@ ROLES = (
 
 
 def test_every_column_that_is_read_is_in_the_table() -> None:
-    said = [columns_of(cls, name) for cls in ROLES for name, *_ in registered_methods(cls)]
+    said = [declared_columns(cls, name) for cls in ROLES for name, *_ in registered_methods(cls)]
     reads = {name for columns in said if columns is not None for name in columns.reads}
     assert "advantages" in reads
     assert reads <= COLUMNS.keys()
@@ -88,4 +88,4 @@ def test_every_method_of_a_role_that_is_split_says_what_it_reads() -> None:
     for cls in ROLES:
         for name, _, mark in registered_methods(cls):
             if mark.returns and name not in VERBS:
-                assert reads_of(cls, name) is not None, (cls, name)
+                assert method_reads(cls, name) is not None, (cls, name)

@@ -18,7 +18,7 @@ from trainer.cli.make_tiny import make_tokenizer
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.split import split_rows
 from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, TrainedModelConfig
-from workers.memory import LargestPass, memory_of
+from workers.memory import LargestPass, engine_memory
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceWorker
@@ -131,7 +131,7 @@ def both_of_a_rank(model: Path, name: str) -> dict[str, tuple[float, int]]:
 
     num_reads = WIDTH - 1 if is_dpo else RESPONSE
     largest = LargestPass(ROWS_AT_ONCE * WIDTH, ROWS_AT_ONCE * num_reads)
-    predicted = memory_of(kind.role_model(config, ""), "", "", num_ranks, "cpu", largest)
+    predicted = engine_memory(kind.role_model(config, ""), "", "", num_ranks, "cpu", largest)
 
     worker = kind(config)
 

@@ -128,7 +128,7 @@ class ExperienceBuffer:
         generator: int,
         weights: WeightVersion,
         waits: bool = True,
-        has_to_go: Callable[[], bool] = lambda: False,
+        must_leave: Callable[[], bool] = lambda: False,
     ) -> SampleChunk | None:
         """Wait for room, and return the next chunk that a generator with these weights may start.
 
@@ -139,7 +139,7 @@ class ExperienceBuffer:
         most = f"at most {age} version{'s' * (age != 1)} old"
         room = f"room: samples of version {weights.version} may be {most} in an update"
         with self._changed, self._activity.of(f"generator {generator}").waiting(room):
-            while not (self.is_closed or self.weights > weights or has_to_go()):
+            while not (self.is_closed or self.weights > weights or must_leave()):
                 chunk = self._begin_next(generator, weights.version)
                 if chunk is not None or not waits:
                     return chunk

@@ -130,8 +130,8 @@ class Generator:
         submissions: dict[Submission, SampleChunk] = {}
         while len(submissions) < self._num_at_once:
             waits = not (self._running or submissions)
-            has_to_go = partial(self._places.has_to_go, self._number)
-            chunk = self._buffer.begin(self._number, self._weights, waits, has_to_go)
+            must_leave = partial(self._places.must_leave, self._number)
+            chunk = self._buffer.begin(self._number, self._weights, waits, must_leave)
             if chunk is None:
                 break
             assert chunk.rows is not None, "a chunk has rows until it is finished"

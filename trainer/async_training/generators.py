@@ -221,7 +221,7 @@ class Places:
             return False
         return self._fewest is not None or can_move(self._config, self._groups.placement, [pool])
 
-    def has_to_go(self, generator: int) -> bool:
+    def must_leave(self, generator: int) -> bool:
         """Return whether an idle generator must move; raise if its processes are lost."""
         self._groups[generator_role(generator)].transport.check_idle("its turn")
         return self.must_move(generator)

@@ -94,13 +94,13 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
                 f"{GENERATOR_SETTINGS} has the key {generator!r}. Use generators' numbers, up to "
                 f"{config.async_training.generators - 1}, each at most once."
             )
-    from workers.rollout.build import engine_for  # slow import: loads torch
+    from workers.rollout.build_engine import resolve_engine  # slow import: loads torch
 
     device_type = devices_of(config.trainer).type
     numbered = {int(generator): changes for generator, changes in settings.items()}
     for generator, changes in numbered.items():
         if changes.name is not None:
-            engine = engine_for(changes.name, device_type)
+            engine = resolve_engine(changes.name, device_type)
             numbered[generator] = replace_keys(changes, {"name": engine})
     return numbered
 

@@ -18,7 +18,7 @@ from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe
 from trainer.ppo.memory import fit_passes, plan_text
-from trainer.ppo.roles import models_of
+from trainer.ppo.roles import declared_models
 from trainer.ppo.sizes import batch_table
 from trainer.rows import preflight
 from trainer.rows.config import RowConfig
@@ -107,7 +107,7 @@ def measured_sides(folder: str, num_generators: int) -> list[str]:
 
 def placement_lines(config: PPOConfig) -> list[str]:
     """Describe the placement on the configured nodes, and its consequences."""
-    axes = describe_axes(config, models_of(config, without_users=True))
+    axes = describe_axes(config, declared_models(config, without_users=True))
     lines = nominal_placement(config).draw(axes).splitlines()
     pools = config.resource_pool_spec
     if len(pools) > 1 and all(config.is_inline(name, sum(pools[name])) for name in pools):

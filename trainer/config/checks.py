@@ -17,7 +17,7 @@ from trainer.config.keys import KINDS, Arguments, Key, leaves_of, leaves_of_item
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import ResourcePool, expand_roles
-from verl_like.registry import registry_of
+from verl_like.registry import get_registry
 from workers.parallel.sharding import Sharding, dims_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def check_value(key: Key, value: Any) -> None:
     for name in value if isinstance(value, list) else [value]:
         if rules.registry:
             try:
-                registry_of(rules.registry).look_up(name)
+                get_registry(rules.registry).look_up(name)
             except ConfigError as err:
                 way_out = f" {rules.hint}" if rules.hint else ""
                 raise ConfigError(f"{key.name}={name}: {err}{way_out}") from err

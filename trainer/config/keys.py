@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from verl_like.config_key import KeyRules, ReadWhen, arguments_of, rules_of
-from verl_like.registry import registry_of
+from verl_like.config_key import KeyRules, ReadWhen, key_rules, settable_arguments
+from verl_like.registry import get_registry
 
 KINDS: Mapping[Any, str] = {
     int: "a whole number",
@@ -80,7 +80,7 @@ class Key:
         names = [key.name for key in leaf_keys(rules.options)] if rules.options else ()
         words = self.range or ", ".join(rules.choices or names) or rules.allows
         if rules.registry:
-            words = f"{', '.join(registry_of(rules.registry))}, or a dotted path"
+            words = f"{', '.join(get_registry(rules.registry))}, or a dotted path"
         if not words and (self.kind is bool or bool in typing.get_args(self.kind)):
             words = "true, false"
 
@@ -135,7 +135,7 @@ def keys_by_name(schema: type) -> Mapping[str, Key]:
     kinds = typing.get_type_hints(schema)
     may_change = getattr(schema, "may_change_on_resume", False)
     for field in dataclasses.fields(schema):
-        rules = rules_of(field)
+        rules = key_rules(field)
         if rules.may_change_on_resume is None:
             rules = replace(rules, may_change_on_resume=may_change)
         key = keys[field.name] = Key(field.name, kinds[field.name], rules)
@@ -238,14 +238,14 @@ class Arguments:
         """Return the arguments at `key`; `section` is the object or dataclass of its section."""
         schema = section if isinstance(section, type) else type(section)
         siblings = {field.name: field for field in dataclasses.fields(schema)}
-        registry = registry_of(rules_of(siblings[key.rules.arguments_of]).registry)
+        registry = get_registry(key_rules(siblings[key.rules.arguments_of]).registry)
         entry = registry.look_up(getattr(section, key.rules.arguments_of))
 
         def keys_of(*entries: Any) -> dict[str, Key]:
             return {
                 name: Key(f"{key.name}.{name}", argument.kind, argument.rules)
                 for function in entries
-                for name, argument in arguments_of(function).items()
+                for name, argument in settable_arguments(function).items()
                 if name not in siblings
             }
 

@@ -53,10 +53,10 @@ def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
     rollout = getattr(policy, "rollout", None)
     if not isinstance(rollout, RolloutConfig):
         return config, []
-    from workers.rollout.build import engine_for, notices_of_engine
+    from workers.rollout.build_engine import notices_of_engine, resolve_engine
 
     device_type = devices_of(config.trainer).type
-    name = engine_for(rollout.name, device_type)
+    name = resolve_engine(rollout.name, device_type)
     changes: dict[str, Any] = {"actor_rollout_ref.rollout.name": name}
     if device_type == "cuda":
         sizes = {"update_weights_bucket_megabytes": BUCKET_MB_ON_GPUS}

@@ -103,10 +103,10 @@ def compute_advantage(batch: DataProto, adv_estimator: str, **keys: Any) -> Data
     The batch must have the columns that the estimator reads, such as token_level_rewards. `keys`
     sets keys of `algorithm`, such as `gamma`; the other keys keep their defaults.
     """
-    return advantages_of(batch, AlgorithmConfig(adv_estimator=adv_estimator, **keys))
+    return estimate_advantages(batch, AlgorithmConfig(adv_estimator=adv_estimator, **keys))
 
 
-def advantages_of(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
+def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Add the advantages and returns of the configured estimator to the batch."""
     estimator = ADVANTAGE_ESTIMATORS.look_up(algorithm.adv_estimator)
     arguments: dict[str, Any] = {}

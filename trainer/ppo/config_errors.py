@@ -17,19 +17,19 @@ from trainer.ppo.advantage_inputs import GDPO_KEY, columns_read, compares_with_g
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
 from trainer.ppo.filters import active_filters
-from trainer.ppo.roles import models_of, rollouts_of
+from trainer.ppo.roles import declared_models, rollout_configs
 from trainer.ppo.sampling import METRIC_KEY
 from trainer.ppo.updating import longest_row
 from trainer.rollouts.reward_checks import check_rewards
 from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
-from verl_like.config_key import arguments_of
+from verl_like.config_key import settable_arguments
 from verl_like.errors import ConfigError
 from verl_like.placement.pools import expand_roles
 from workers.config import critic_optim, is_actors_module, tokens_per_pass
 from workers.config.conditions import has_only_teacher, has_teacher
 from workers.losses.registry import get_policy_loss, traits_of
-from workers.rollout.build import check_quantization
+from workers.rollout.build_engine import check_quantization
 from workers.rollout.sampling import check_sampling
 from workers.training.optim import check_optim
 
@@ -52,7 +52,7 @@ def reject(config: PPOConfig) -> None:
     _reject_losses(config)
     _reject_weights(config)
     check_quantized_device(config)
-    for role, model in models_of(config, without_users=True).items():
+    for role, model in declared_models(config, without_users=True).items():
         check_ranks(config, role, model.sharding)
     check_optim(config.actor_rollout_ref.actor.optim, f"{ACTOR}.optim")
     check_optim(critic_optim(config), "critic.optim")
@@ -119,7 +119,7 @@ def _reject_sizes(config: PPOConfig) -> None:
 
     # a pass over the ranks that share a row has room for the longest row
     longest = config.data.max_prompt_length + config.data.max_response_length
-    budget, models = tokens_per_pass(config), models_of(config, without_users=True)
+    budget, models = tokens_per_pass(config), declared_models(config, without_users=True)
     for role, model in models.items() if actor.use_dynamic_bsz else ():
         name = "critic" if model.tokens is not None else ACTOR
         limit, num_ranks = model.tokens or budget, model.sharding.sp
@@ -301,7 +301,7 @@ def _reject_losses(config: PPOConfig) -> None:
             f"{LOSS_MODE}=luspo with {ACTOR}.loss_agg_mode=seq-mean-token-mean is gspo. Set "
             f"{ACTOR}.loss_agg_mode=seq-mean-token-sum, or {LOSS_MODE}=gspo."
         )
-    arguments = {n: a.default for n, a in arguments_of(get_policy_loss(loss)).items()}
+    arguments = {n: a.default for n, a in settable_arguments(get_policy_loss(loss)).items()}
     arguments |= actor.policy_loss.args
     if loss == "clip_cov" and arguments["clip_cov_lb"] >= arguments["clip_cov_ub"]:
         raise ConfigError(
@@ -382,10 +382,10 @@ def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
 def check_quantized_device(config: Any) -> None:
     """Reject int8 and fp8 on devices that do not support them, for PPO."""
     device = devices_of(config.trainer).type
-    models = models_of(config, without_users=True).values()
+    models = declared_models(config, without_users=True).values()
     if any(model.quantization == "int8" for model in models):
         from workers.models.quantize import check_device
 
         check_device(device)
-    for rollout in rollouts_of(config):
+    for rollout in rollout_configs(config):
         check_quantization(rollout, device)

@@ -17,12 +17,12 @@ import torch
 from trainer.ppo import scoring
 from trainer.ppo.config import PPOConfig
 from trainer.rollouts.samples import EXTRA
-from trainer.stubs import NUM_TOKENS, CallNode, StubFuture, StubGroups, columns_in, made_up
+from trainer.stubs import NUM_TOKENS, CallNode, StubFuture, StubGroups, columns_in, stub_columns
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.terminal import draw_table
 from workers.columns import sample_scores
-from workers.config import rewards_of
+from workers.config import reward_configs
 
 REUSE_NOTICE = (
     "note: samples of the current weights need no separate pass for old log-probs: an update is "
@@ -83,14 +83,14 @@ class StubRewards:
     """Rewards of a step on stubs, instead of `Rewards`; numbers that keys name are there, too."""
 
     def __init__(self, config: PPOConfig, groups: StubGroups) -> None:
-        self._rewards, self._groups = rewards_of(config), groups
+        self._rewards, self._groups = reward_configs(config), groups
         algorithm = config.algorithm
         self._names = [algorithm.filter_groups.metric, *algorithm.gdpo_reward_keys]
 
     def launch(self, batch: DataProto, call_model: Callable[..., Any], *_: Any) -> StubFuture:
         """Return a future of scores, which waits for reward models."""
         of_models = [call_model(reward) for reward in self._rewards if reward.kind == "model"]
-        scores = made_up(["token_level_scores", "step_ends"], batch)
+        scores = stub_columns(["token_level_scores", "step_ends"], batch)
         numbers = sample_scores(scores).double().numpy()
         scores.non_tensor_batch |= {EXTRA + name: numbers for name in self._names}
         is_computed = len(of_models) < len(self._rewards)

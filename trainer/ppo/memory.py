@@ -17,8 +17,8 @@ from trainer.memory import (
     with_fewest_recomputed_layers,
 )
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import CallSize, size_of, sizes_of
+from trainer.ppo.roles import declared_models
+from trainer.ppo.sizes import CallSize, call_size, call_sizes
 from trainer.ppo.updating import longest_row
 from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
@@ -55,7 +55,7 @@ def role_memories(
     config: PPOConfig, device_type: str, device_bytes: int | None = None
 ) -> list[RoleMemory]:
     """Return the memory of every role that holds a model."""
-    pools, models = expand_roles(config.role_mapping), models_of(config)
+    pools, models = expand_roles(config.role_mapping), declared_models(config)
     sizes, memories = sizes_of_step(config), []
     for role, pool in pools.items():
         beside_actor = pool == pools["actor"]
@@ -84,7 +84,9 @@ def role_memories(
         return memories
     rests = engine_rests(config, device_type)
     if engine.weights and actor is not None and actor.pool == engine.pool:
-        engine = replace(engine, sync=sync_bytes(models_of(config)["actor"], actor, device_type))
+        engine = replace(
+            engine, sync=sync_bytes(declared_models(config)["actor"], actor, device_type)
+        )
     by_role["rollout"] = replace(engine, sleeps=rests)
     for role in model_rewards(config) if rests else ():  # they may score between generations
         if role in by_role and by_role[role].pool == engine.pool:
@@ -102,11 +104,11 @@ def sizes_of_step(config: PPOConfig) -> list[CallSize]:
     from trainer.stubs import our_class, trace_step  # only plans import it
 
     nodes, problem = trace_step(config, our_class(trainer_class(config)))
-    sizes = sizes_of(config, nodes)
+    sizes = call_sizes(config, nodes)
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    for role, model in models_of(config).items() if problem else ():
+    for role, model in declared_models(config).items() if problem else ():
         for method in ("forward", "update_model")[: 1 + model.trains]:
-            sizes.append(size_of(config, model, role, method, samples))
+            sizes.append(call_size(config, model, role, method, samples))
     return sizes
 
 
@@ -137,7 +139,7 @@ def largest_pass(
     width = config.data.max_prompt_length + config.data.max_response_length
     share = config.data.max_response_length / width
     ranks = sum(config.resource_pool_spec[expand_roles(config.role_mapping)[role]])
-    dims = dims_of(ranks, models_of(config)[role].sharding)
+    dims = dims_of(ranks, declared_models(config)[role].sharding)
     width = -(-width // dims.sp)
     most, text_tokens = {True: 0, False: 0}, 0
     for size in sizes_of_step(config) if sizes is None else sizes:
@@ -191,7 +193,7 @@ def fit_passes(config: P, devices: Devices) -> P:
     return with_fewest_recomputed_layers(
         config,
         devices,
-        models_of(config),
+        declared_models(config),
         lambda tried: role_memories(tried, devices.type, devices.bytes),
     )
 

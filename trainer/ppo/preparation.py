@@ -25,7 +25,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.config_errors import check_named_rewards, check_players
 from trainer.ppo.memory import check_memory, fit_passes, plan_text
 from trainer.ppo.metrics import compute_data_metrics
-from trainer.ppo.roles import models_of, recipe_workers
+from trainer.ppo.roles import declared_models, recipe_workers
 from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.updating import make_ptx_loader
 from trainer.rollouts import preflight
@@ -37,7 +37,7 @@ from workers.config import critic_optim, has_environment, replays_routing, score
 from workers.models.folder import check_same_tokenizer, set_template_variables
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.rewards.weighted import make_rewards
-from workers.rollout.build import check_notes_routing, engine_for
+from workers.rollout.build_engine import check_notes_routing, resolve_engine
 
 
 def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
@@ -74,7 +74,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     reject_wrong_results(rewards, loader.prompts, tokenizer, config.data.max_response_length)
     ptx = make_ptx_loader(config, tokenizer)
     if loader.has_images or (ptx is not None and any(row.images for row in ptx.rows)):
-        check_reads_images(models_of(config))
+        check_reads_images(declared_models(config))
     check_memory(config, devices_of(config.trainer))
     return tokenizer, loader, rewards, ptx
 
@@ -134,7 +134,7 @@ def stub_inputs(*arguments: Any) -> tuple[Any, ...]:
 
 def check_models(config: PPOConfig) -> None:
     """Reject models, parallel layouts, engines and quantizations that cannot work in this run."""
-    policy, models = config.actor_rollout_ref, models_of(config)
+    policy, models = config.actor_rollout_ref, declared_models(config)
     for role, model in models.items():
         if model.head == "score":
             continue  # checked by check_reward_models
@@ -163,7 +163,7 @@ def check_models(config: PPOConfig) -> None:
             key = f"{section}.ppo_micro_batch_size_per_gpu"
             check_passes(config, role, model, rows, (key, at_once))
 
-    engine = engine_for(policy.rollout.name, devices_of(config.trainer).type)
+    engine = resolve_engine(policy.rollout.name, devices_of(config.trainer).type)
     if "actor" in models and config.trainer.simulate is None:
         actors, width = models["actor"].meta_module.config, config.data.max_prompt_length
         width += config.data.max_response_length

@@ -41,7 +41,7 @@ from trainer.config.schema import RunConfig
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl_keys import settings_of_configuration, translate
 from verl_like.config_key import replace_keys
-from verl_like.registry import registry_of
+from verl_like.registry import get_registry
 from workers.config import RolloutCorrectionConfig, has_environment, model_rewards
 from workers.config.conditions import has_only_teacher, has_teacher, why_no_critic
 
@@ -84,7 +84,7 @@ NO_REWARD_MODEL = "reward.model.enable=false, and `reward.list` has no model"
 def inactive_roles(config: Any) -> dict[str, str]:
     """Map each role that a run does not need to the reason; `config` may be the composed tree."""
     inactive = {}
-    estimator = registry_of("advantage estimator").look_up(config.algorithm.adv_estimator)
+    estimator = get_registry("advantage estimator").look_up(config.algorithm.adv_estimator)
     if has_only_teacher(config) or "values" not in inspect.signature(estimator).parameters:
         inactive["critic"] = why_no_critic(config)
     if not (config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss):

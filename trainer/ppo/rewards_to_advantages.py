@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantage_inputs import advantages_of
-from trainer.ppo.advantages.returns import is_last_inside, returns_of
+from trainer.ppo.advantage_inputs import estimate_advantages
+from trainer.ppo.advantages.returns import discounted_returns, is_last_inside
 from trainer.ppo.config import KLControlConfig, PPOConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places, masked_mean
@@ -65,7 +65,7 @@ class Estimation:
             batch = write_columns(batch, token_level_rewards=rewards)
 
         if not has_only_teacher(self.config):
-            batch = advantages_of(batch, algorithm)
+            batch = estimate_advantages(batch, algorithm)
             batch, new_metrics = self.running_norm.advantages(batch)
             metrics |= new_metrics
         if has_teacher(self.config):
@@ -246,7 +246,7 @@ def compute_distillation_advantage(
     """Return log p(teacher) - log p(policy) summed from each token on, discounted by `gamma`."""
     inside = response_mask.bool()
     rewards = (teacher_log_prob - old_log_probs).masked_fill(~inside, 0)
-    return returns_of(rewards, response_mask, gamma)
+    return discounted_returns(rewards, response_mask, gamma)
 
 
 def distill(batch: DataProto, config: PPOConfig) -> tuple[DataProto, dict[str, float]]:

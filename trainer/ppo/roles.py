@@ -19,7 +19,7 @@ from trainer.groups.worker_groups import worker_class
 from verl_like.calls.dispatch import registered_methods
 from verl_like.placement.pools import expand_roles
 from verl_like.registry import load_object
-from workers.columns import columns_of
+from workers.columns import declared_columns
 from workers.training.role_model_spec import RoleModelSpec
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def declaring_class(config: Any, role: str, without_users: bool = False) -> Any:
     return None if recipes_own is None else load_object(recipes_own, role)
 
 
-def models_of(config: Any, without_users: bool = False) -> dict[str, RoleModelSpec]:
+def declared_models(config: Any, without_users: bool = False) -> dict[str, RoleModelSpec]:
     """Map each role to the model that it declares; rollouts are not included."""
     models = {}
     for role in expand_roles(config.role_mapping):
@@ -59,7 +59,7 @@ def models_of(config: Any, without_users: bool = False) -> dict[str, RoleModelSp
     return models
 
 
-def rollouts_of(config: Any) -> list[RolloutConfig]:
+def rollout_configs(config: Any) -> list[RolloutConfig]:
     """Return the rollout configuration of each role that generates; configurations may differ."""
     roles = [
         role for role in expand_roles(config.role_mapping) if config.kind_of(role) == "rollout"
@@ -81,7 +81,7 @@ class Scoring:
         return self.writes[0]
 
 
-def scorings_of(config: Any) -> list[Scoring]:
+def scoring_calls(config: Any) -> list[Scoring]:
     """Return the calls that score samples, in the order in which roles are constructed.
 
     Copies of a role (`RunConfig.kind_of`) are not listed.
@@ -93,7 +93,7 @@ def scorings_of(config: Any) -> list[Scoring]:
             continue
         cls = declaring_class(config, role)
         for method, _, _ in registered_methods(cls):
-            columns = columns_of(cls, method)
+            columns = declared_columns(cls, method)
             if columns is not None and columns.scores:
                 scorings.append(Scoring(role, method, columns.writes))
     return scorings

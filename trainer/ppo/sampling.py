@@ -54,7 +54,7 @@ def collect_groups(
         samples, metrics = sample_prompts(len(attempts))
         attempts.append(metrics)
 
-        groups = groups_of(samples)
+        groups = prompt_groups(samples)
         values = read_named_reward(samples, config.metric, METRIC_KEY)
         players = Groups.of(samples.non_tensor_batch["uid"], torch.empty(0))
         differs = torch.zeros(len(groups.size), dtype=torch.bool)
@@ -136,7 +136,7 @@ def num_mini_batches(config: PPOConfig, num_samples: int) -> int:
     return math.lcm(*(max(num_samples // policy.rollout.n // size, 1) for size in sizes))
 
 
-def groups_of(samples: DataProto) -> Groups:
+def prompt_groups(samples: DataProto) -> Groups:
     """Return the groups of samples by prompt, in the order in which the prompts appear.
 
     In an environment with players, a group has the samples of all players.
@@ -162,7 +162,7 @@ def groups_that_differ(values: Tensor, groups: Groups) -> Tensor:
 
 def first_groups(samples: DataProto, num_groups: int) -> DataProto:
     """Return the rows of the first `num_groups` groups."""
-    return samples[groups_of(samples).of_row < num_groups]
+    return samples[prompt_groups(samples).of_row < num_groups]
 
 
 def number_rows(batch: DataProto, config: PPOConfig) -> DataProto:

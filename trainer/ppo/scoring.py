@@ -8,7 +8,7 @@ from __future__ import annotations
 from trainer.ppo.advantage_inputs import columns_read
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import corrects
-from trainer.ppo.roles import Scoring, scorings_of
+from trainer.ppo.roles import Scoring, scoring_calls
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_column, read_columns
 from workers.config.conditions import has_teacher
@@ -22,7 +22,7 @@ def readings(config: PPOConfig, in_update: bool) -> list[Scoring]:
     Old log-probs are left out if the update computes them, or in bypass mode, which uses the
     rollout's log-probs.
     """
-    scorings = scorings_of(config)
+    scorings = scoring_calls(config)
     if config.algorithm.rollout_correction.bypass_mode or in_update:
         return [scoring for scoring in scorings if scoring.column != "old_log_probs"]
     return scorings

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.roles import models_of
+from trainer.ppo.roles import declared_models
 from verl_like.placement.pools import expand_roles
 from verl_like.terminal import draw_table
 from workers.config import model_rewards, tokens_per_pass
@@ -41,18 +41,18 @@ class CallSize:
         return self.method.startswith("update_")
 
 
-def sizes_of(config: PPOConfig, nodes: Sequence[CallNode]) -> list[CallSize]:
+def call_sizes(config: PPOConfig, nodes: Sequence[CallNode]) -> list[CallSize]:
     """Return the sizes of the calls that have a batch, of rollouts and of roles with a model."""
-    models = models_of(config)
+    models = declared_models(config)
     return [
-        size_of(config, models.get(role), role, node.method, node.samples)
+        call_size(config, models.get(role), role, node.method, node.samples)
         for node in nodes
         for role in node.roles
         if node.samples and (role in models or config.kind_of(role) == "rollout")
     ]
 
 
-def size_of(
+def call_size(
     config: PPOConfig, model: RoleModelSpec | None, role: str, method: str, samples: int
 ) -> CallSize:
     """Return the size of a call of a role with this number of samples; a rollout has no model."""
@@ -88,9 +88,9 @@ def batch_table(config: PPOConfig, nodes: Sequence[CallNode]) -> str:
     """Return the table of prompts, samples and tokens of these calls of a step."""
     width = config.data.max_prompt_length + config.data.max_response_length
     num_samples = config.actor_rollout_ref.rollout.n
-    pools, models = expand_roles(config.role_mapping), models_of(config)
+    pools, models = expand_roles(config.role_mapping), declared_models(config)
     lines: list[tuple[str, ...]] = [HEAD]
-    for size in sizes_of(config, nodes):
+    for size in call_sizes(config, nodes):
         ranks, model = sum(config.resource_pool_spec[pools[size.role]]), models.get(size.role)
         dims = ParallelDims(shard=ranks) if model is None else dims_of(ranks, model.sharding)
         on_rank = -(-size.samples // dims.data_size)

@@ -163,7 +163,7 @@ class PPOTrainer(Trainer):
             self.call_hook("on_update", batch)  # while the workers compute
         finally:
             results = gather(*calls)
-        metrics |= rollouts.metrics_of(results)
+        metrics |= rollouts.call_metrics(results)
         return metrics | self.entropy_ctrl.update(metrics.get("actor/token_entropy", 0.0))
 
     # ------------------------------------------------------------------------------ 5. sync

@@ -23,7 +23,7 @@ from trainer.data.loader import RowLoader
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import in_order_of_names
 from verl_like.batch.protocol import DataProto
-from verl_like.config_key import arguments_for
+from verl_like.config_key import select_arguments
 from workers.columns import (
     read_columns,
     sampled_log_probs_column,
@@ -57,7 +57,7 @@ def add_chosen_tokens(batch: DataProto, config: PPOConfig, step: int) -> DataPro
     bypasses = config.algorithm.rollout_correction.bypass_mode
     old_log_probs = sampled_log_probs_column(batch.columns) if bypasses else "old_log_probs"
     columns = read_columns(batch, old_log_probs, "advantages", "response_mask")
-    arguments = arguments_for(choose, actor.policy_loss.args)
+    arguments = select_arguments(choose, actor.policy_loss.args)
     chosen = torch.zeros(columns["response_mask"].shape, dtype=torch.bool)
     count = max(len(batch) // (actor.ppo_mini_batch_size * policy.rollout.n), 1)
     order = in_order_of_names(batch)

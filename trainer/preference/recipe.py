@@ -39,7 +39,7 @@ from trainer.rows import config as rows
 from trainer.rows.config import RowConfig
 from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
-from verl_like.registry import registry_of
+from verl_like.registry import get_registry
 from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, has_reference, loss_reads
 
 
@@ -84,7 +84,7 @@ def check_preference_config(config: PreferenceConfig) -> None:
 
     numbers = [name for name, value in vars(config).items() if isinstance(value, int | float)]
     known = [*COLUMNS, *numbers]
-    parameters = parameters_of(registry_of("preference loss").look_up(config.loss))
+    parameters = parameters_of(get_registry("preference loss").look_up(config.loss))
     if "desirable" in parameters and "ref_log_probs" not in parameters:
         raise ConfigError(
             f"loss={config.loss} has the parameter 'desirable' but not 'ref_log_probs': rows with "

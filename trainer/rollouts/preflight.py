@@ -13,12 +13,12 @@ from trainer.groups.nodes import joined_cluster
 from verl_like.errors import ConfigError
 from verl_like.placement.pools import expand_roles
 from verl_like.registry import check_file
-from workers.config import has_environment, rewards_of
+from workers.config import has_environment, reward_configs
 from workers.models.folder import model_folder
 from workers.models.load import check_score_head, check_weights
 from workers.models.precision import name_of as dtype_name
 from workers.models.precision import rollout_dtype
-from workers.rollout.build import engine_for, user_engine
+from workers.rollout.build_engine import resolve_engine, user_engine
 
 
 def check_model(config: Any, key: str, path: str, may_be_random: bool = True) -> None:
@@ -38,7 +38,7 @@ def check_model(config: Any, key: str, path: str, may_be_random: bool = True) ->
 
 def check_reward_files(config: Any) -> None:
     """Reject a reward function whose file is missing."""
-    for number, reward in enumerate(rewards_of(config)):
+    for number, reward in enumerate(reward_configs(config)):
         if reward.kind == "function" and reward.path.endswith(".py"):
             section = f"reward.list[{number}]" if config.reward.list else "reward.function"
             check_file(Path(reward.path), f"{section}.path={reward.path}")
@@ -46,7 +46,7 @@ def check_reward_files(config: Any) -> None:
 
 def check_reward_models(config: Any) -> None:
     """Reject reward models without files, weights or a score head, or with too few positions."""
-    for number, reward in enumerate(rewards_of(config)):
+    for number, reward in enumerate(reward_configs(config)):
         if reward.kind == "model":
             key = f"reward.list[{number}].path" if config.reward.list else "reward.model.path"
             check_model(config, key, reward.path, may_be_random=False)
@@ -92,7 +92,10 @@ def check_images(config: Any, has_images: bool) -> None:
     """Reject prompts with images that vLLM cannot read."""
     if not has_images:
         return
-    if engine_for(config.actor_rollout_ref.rollout.name, devices_of(config.trainer).type) == "vllm":
+    if (
+        resolve_engine(config.actor_rollout_ref.rollout.name, devices_of(config.trainer).type)
+        == "vllm"
+    ):
         check_vllm(config, reads_images=True)
     if config.actor_rollout_ref.rollout.server_urls:
         raise ConfigError(

@@ -166,10 +166,10 @@ def join_results(batch: DataProto, results: Iterable[Any]) -> tuple[DataProto, M
     for result in map(CallResult.of, results):
         if result.batch is not None:
             batch = batch.union(result.batch)
-    return batch, metrics_of(results)
+    return batch, call_metrics(results)
 
 
-def metrics_of(results: Iterable[Any]) -> Metrics:
+def call_metrics(results: Iterable[Any]) -> Metrics:
     """Return the metrics of calls, each reduced to one number."""
     metrics: Metrics = {}
     for result in map(CallResult.of, results):

@@ -34,8 +34,8 @@ from trainer.serve.checkpoints import CheckpointHandlers
 from trainer.serve.clients import ClientSession, Sessions
 from trainer.serve.handlers import SamplingHandlers, TrainingHandlers
 from trainer.serve.pending import PendingResults, RequestError
+from trainer.serve.protobuf import PROTOBUF, parse
 from trainer.serve.rows import loss_of, read_datums
-from trainer.serve.wire import PROTOBUF, parse
 from trainer.serve.work_queue import WorkQueue, started
 from verl_like.errors import VerlLikeError
 from verl_like.process.machine import ON_THIS_MACHINE, http_url

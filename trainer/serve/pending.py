@@ -22,7 +22,7 @@ from typing import Any
 from starlette.responses import Response
 
 from trainer.serve.bodies import JsonObject
-from trainer.serve.wire import PROTOBUF
+from trainer.serve.protobuf import PROTOBUF
 from verl_like.errors import (
     BatchError,
     CheckpointError,

@@ -77,12 +77,12 @@ class ServeConfig(RunConfig, WorkersConfig):
 def prepare(config: Any) -> None:
     """Reject missing models, contexts that are too short, and unsupported shardings and engines."""
     from trainer.config.checks import check_axes_of, check_ranks
-    from trainer.ppo.roles import models_of
+    from trainer.ppo.roles import declared_models
     from trainer.rollouts.preflight import check_model, check_rollout
     from workers.models.memory_shapes import check_adapter
-    from workers.rollout.build import check_quantization
+    from workers.rollout.build_engine import check_quantization
 
-    for role, model in models_of(config).items():
+    for role, model in declared_models(config).items():
         check_ranks(config, role, model.sharding)
         check_model(config, model.key, model.model.path, may_be_random=model.head != "score")
         check_axes_of(config, role, model)

@@ -23,9 +23,9 @@ from numpy.typing import ArrayLike
 from trainer.serve.bodies import SampleBody
 from trainer.serve.checkpoints import SavedPath
 from trainer.serve.pending import PendingResult
+from trainer.serve.protobuf import Array, sample_output
 from trainer.serve.rows import TARGETS, Datum, Limits
 from trainer.serve.training_ops import TrainingOps
-from trainer.serve.wire import Array, sample_output
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError

@@ -23,8 +23,8 @@ from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import JsonObject
 from trainer.serve.checkpoints import SPILLED, SavedPath, ServedCheckpoints, expiry
 from trainer.serve.pending import RequestOrder
+from trainer.serve.protobuf import Array, training_output
 from trainer.serve.rows import Datum, RequestLoss, batch_of, of_datums
-from trainer.serve.wire import Array, training_output
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError

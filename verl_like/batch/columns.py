@@ -19,7 +19,7 @@ from verl_like.errors import BatchError, MissingColumnError, nearest
 Array = NDArray[Any]
 
 
-def tensors_of(batch: TensorDict | None) -> dict[str, torch.Tensor]:
+def tensor_columns(batch: TensorDict | None) -> dict[str, torch.Tensor]:
     """Return the tensor columns by name in a new dict, which is empty without a TensorDict."""
     return {} if batch is None else cast(dict[str, torch.Tensor], dict(batch.items()))
 

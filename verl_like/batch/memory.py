@@ -84,7 +84,7 @@ class BlockCache:
 _blocks = BlockCache()
 
 
-def copy_of(column: torch.Tensor) -> torch.Tensor:
+def copy_column(column: torch.Tensor) -> torch.Tensor:
     """Return a copy of a column in memory that nothing else uses."""
     if column.nbytes < LARGE_BYTES or not _is_plain(column):
         return column.clone()

@@ -14,7 +14,7 @@ import torch
 
 from verl_like.batch.columns import Array
 from verl_like.batch.memory import join_rows
-from verl_like.batch.ragged import RaggedTensor, join_ragged, rectangle_of
+from verl_like.batch.ragged import RaggedTensor, join_ragged, to_padded
 from verl_like.errors import BatchError
 
 AnyColumn = torch.Tensor | RaggedTensor | Array
@@ -28,7 +28,7 @@ def same_value(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, RaggedTensor) or isinstance(right, RaggedTensor):
-        left, right = rectangle_of(left), rectangle_of(right)
+        left, right = to_padded(left), to_padded(right)
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         if not _same_layout(left, right):
             return False
@@ -158,7 +158,7 @@ def _concat_column(name: str, parts: Sequence[Any]) -> Any:
     parts = [part if part.device == first.device else part.to(first.device) for part in parts]
     if all(isinstance(part, RaggedTensor) and part.fill == parts[0].fill for part in parts):
         return join_ragged(parts)
-    return join_rows([rectangle_of(part) for part in parts])
+    return join_rows([to_padded(part) for part in parts])
 
 
 def check_same_keys(parts: Sequence[Sequence[str]], kind: str) -> None:

@@ -34,8 +34,8 @@ import torch
 
 from verl_like.batch import columns, merge
 from verl_like.batch.columns import Array
-from verl_like.batch.memory import copy_of
-from verl_like.batch.ragged import Column, RaggedTensor, rectangle_of
+from verl_like.batch.memory import copy_column
+from verl_like.batch.ragged import Column, RaggedTensor, to_padded
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
@@ -124,7 +124,7 @@ class DataProto:
         write into the batch.
         """
         if self._ragged:
-            rectangles = {name: rectangle_of(column) for name, column in self.columns.items()}
+            rectangles = {name: to_padded(column) for name, column in self.columns.items()}
             self._dense, self._ragged = self._parts(rectangles, len(self))
         return self._dense
 
@@ -135,7 +135,7 @@ class DataProto:
     @property
     def columns(self) -> dict[str, Column]:
         """The tensor columns as stored, by name, in a new dict."""
-        return {**columns.tensors_of(self._dense), **self._ragged}
+        return {**columns.tensor_columns(self._dense), **self._ragged}
 
     def column(self, name: str) -> Column:
         """Return a tensor column as stored."""
@@ -146,7 +146,7 @@ class DataProto:
         """Return a tensor column as a rectangle; for a ragged one, a copy that the batch does not
         store.
         """
-        return rectangle_of(self.column(name))
+        return to_padded(self.column(name))
 
     def set_columns(self, new_columns: Mapping[str, Column]) -> Self:
         """Add or replace tensor columns, in place."""
@@ -267,7 +267,7 @@ class DataProto:
         """
         from verl_like.batch import tensordicts
 
-        tensors = {name: rectangle_of(column) for name, column in self.columns.items()}
+        tensors = {name: to_padded(column) for name, column in self.columns.items()}
         return tensordicts.merge_parts(len(self), tensors, self.non_tensor_batch, self.meta_info)
 
     def check_consistency(self) -> None:
@@ -280,7 +280,7 @@ class DataProto:
             size = tuple(self._dense.batch_size)
             if len(size) != 1:
                 raise BatchError(f"a batch has one batch dim, not batch_size {size}.")
-            for name, tensor in columns.tensors_of(self._dense).items():
+            for name, tensor in columns.tensor_columns(self._dense).items():
                 columns.check_tensor(name, tensor)
             lengths["batch (its tensors)"] = size[0]
         for name, column in self._ragged.items():
@@ -503,7 +503,7 @@ class DataProto:
         row %= rows
         tensors = {}
         for name, column in self.columns.items():
-            tensors[name] = rectangle_of(column[row : row + 1].clone())[0]
+            tensors[name] = to_padded(column[row : row + 1].clone())[0]
         batch = TensorDict(tensors, batch_size=[]) if tensors or self._dense is not None else None
         arrays = {
             name: copy.copy(a[row]) if a.ndim > 1 else a[row]
@@ -585,13 +585,13 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle tensors and numeric arrays as out-of-band buffers; they arrive on the CPU."""
-        from verl_like.batch import wire
+        from verl_like.batch import pickling
 
         arrays = {}
         for name, array in self.non_tensor_batch.items():  # numpy sends contiguous ones out of band
             arrays[name] = array if array.dtype.hasobject else np.ascontiguousarray(array)
         rows = None if self._dense is None else len(self)
-        tensors = wire.pack_columns(self.columns, int(protocol))
+        tensors = pickling.pack_columns(self.columns, int(protocol))
         return _unpickled, (type(self), rows, tensors, arrays, self.meta_info, self.shard)
 
     def __copy__(self) -> Self:
@@ -614,7 +614,9 @@ class DataProto:
         """
         copied = self.map_columns(
             len(self),
-            lambda column: column.clone() if isinstance(column, RaggedTensor) else copy_of(column),
+            lambda column: (
+                column.clone() if isinstance(column, RaggedTensor) else copy_column(column)
+            ),
             np.ndarray.copy,
         )
         copied.shard = self.shard
@@ -663,9 +665,9 @@ def _unpickled(
     cls: type[DataProto], rows: int | None, tensors: dict[str, Any], *others: Any
 ) -> DataProto:
     """Rebuild a pickled batch."""
-    from verl_like.batch import wire
+    from verl_like.batch import pickling
 
-    return cls._of_parts(rows, wire.unpack_columns(tensors), *others)
+    return cls._of_parts(rows, pickling.unpack_columns(tensors), *others)
 
 
 def _picked(entries: Mapping[str, T], keys: Keys, kind: str) -> dict[str, T]:

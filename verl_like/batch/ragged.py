@@ -231,7 +231,7 @@ Column = Tensor | RaggedTensor
 """A tensor column of a batch."""
 
 
-def rectangle_of(column: Column) -> Tensor:
+def to_padded(column: Column) -> Tensor:
     """Return a column with its padding: the rectangle of a ragged one, a tensor unchanged."""
     return column.padded() if isinstance(column, RaggedTensor) else column
 

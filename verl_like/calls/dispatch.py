@@ -388,7 +388,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> Mode:
     return Mode(dispatch_fn, collect_fn, True, collecting_ranks)
 
 
-def mode_of(dispatch_mode: Any, where: str) -> Mode:
+def resolve_mode(dispatch_mode: Any, where: str) -> Mode:
     """Return the functions of the `dispatch_mode` that was given to `@register`."""
     if isinstance(dispatch_mode, Mode):
         return dispatch_mode
@@ -442,7 +442,7 @@ def register(
             annotation of a method whose results are joined is neither a batch nor metrics.
     """
     mode = Dispatch.ALL_TO_ALL if dispatch_mode is None else dispatch_mode
-    mode_of(mode, "@register")
+    resolve_mode(mode, "@register")
     if concurrent and mode not in (Dispatch.ALL_TO_ALL, Dispatch.ONE_TO_ALL, Dispatch.RANK_ZERO):
         raise DispatchError(
             "@register(concurrent=True) works only with Dispatch.ONE_TO_ALL, ALL_TO_ALL and "
@@ -451,7 +451,7 @@ def register(
 
     def mark(method: F) -> F:
         execute = execute_mode or Execute.ALL
-        returns = declared_form(method) if mode_of(mode, "@register").returns_batch else ""
+        returns = declared_form(method) if resolve_mode(mode, "@register").returns_batch else ""
         mark_of = Registration(mode, execute, blocking, readonly, concurrent, returns)
         setattr(method, ATTRIBUTE, mark_of)
         return method

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_like.calls.deadlines import LOOK_FROM, STACKS_S, WaitClock
-from verl_like.calls.messages import NOT_HERE, Header, Pending, payload_of
+from verl_like.calls.messages import NOT_HERE, Header, Pending, answer_payload
 from verl_like.calls.result import CallResult
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
@@ -133,7 +133,7 @@ class WorkerFuture:
         if header.error is not None:
             call.failure = header.error.rebuild(self.where(call))
         elif call.is_one_answer:
-            call.value = payload_of(answer)
+            call.value = answer_payload(answer)
 
     def settle(self) -> bool:
         """Build the result if all answers are here; return whether `get` has an outcome now."""

@@ -29,12 +29,12 @@ from verl_like.calls.dispatch import (
     Registration,
     collect_first,
     collect_list,
-    mode_of,
     registered_methods,
+    resolve_mode,
 )
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
 from verl_like.calls.messages import BOTH, METRICS, SHARED_BYTES, Call, Header, Packer
-from verl_like.calls.result import CallResult, collect_metrics, form_of
+from verl_like.calls.result import CallResult, collect_metrics, result_form
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
 from verl_like.process.info import ProcessInfo
@@ -137,7 +137,7 @@ class BoundMethod:
         self.group, self.mark, self.role, self.function = group, mark, role, function
         owner = group.roles[role].__name__ if role == ProcessInfo.name else role
         self.name = f"{owner}.{method}"
-        self.mode = mode_of(mark.dispatch_mode, self.name)
+        self.mode = resolve_mode(mark.dispatch_mode, self.name)
         is_rank_zero_mode = getattr(mark.dispatch_mode, "name", "") == "RANK_ZERO"
         is_on_first_rank = mark.execute_mode is Execute.RANK_ZERO or is_rank_zero_mode
         self.only_rank = 0 if is_on_first_rank else None
@@ -229,7 +229,7 @@ class BoundMethod:
             return self.collect_fn(target, values)
 
         reporting = [headers[rank] for rank in collecting]
-        form = form_of(reporting, self.name)
+        form = result_form(reporting, self.name)
         if form == METRICS:
             return collect_metrics(reporting)
         batch = self.collect_fn(target, outputs)

@@ -173,7 +173,7 @@ def combine_answer(payload: Any, header: Header) -> Answer:
     return header.packed() if payload is None else (header.packed(), payload)
 
 
-def payload_of(answer: Any) -> Any:
+def answer_payload(answer: Any) -> Any:
     """Return the payload of an answer."""
     return answer[1] if type(answer) is tuple else None
 

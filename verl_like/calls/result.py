@@ -123,7 +123,7 @@ def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetric
     return payload, plain, form
 
 
-def form_of(headers: Sequence[Header], where: str) -> str:
+def result_form(headers: Sequence[Header], where: str) -> str:
     """Return the form of these ranks' results: `BOTH` if any rank returned metrics with its batch.
 
     Raise if a result has none of the forms, or if only some ranks returned metrics alone.

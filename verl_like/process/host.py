@@ -41,7 +41,7 @@ from verl_like.process.info import (
 )
 from verl_like.process.role_log import RoleState, RoleTurns
 from verl_like.process.store import open_store
-from verl_like.process.worker import Worker, construction, device_of
+from verl_like.process.worker import Worker, construction, process_device
 from verl_like.registry import module_of_file
 
 Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
@@ -90,7 +90,7 @@ class WorkerHost:
         `workers` is set, calls run in the caller's own thread, and the instances go into it, by
         role.
         """
-        self.process_info = replace(process_info, device_index=device_of(process_info).index)
+        self.process_info = replace(process_info, device_index=process_device(process_info).index)
         self._in_callers_thread = workers is not None
         self._turns = RoleTurns(self.process_info, self._in_callers_thread)
         self._coroutines = Coroutines()

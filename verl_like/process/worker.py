@@ -61,10 +61,12 @@ def _info_from_environment() -> ProcessInfo:
     )
     # inside a group's process LOCAL_RANK is the index of the device, see `torchrun_environment`
     local_rank = int(env.get("RAY_LOCAL_RANK", process_info.local_rank))
-    return replace(process_info, local_rank=local_rank, device_index=device_of(process_info).index)
+    return replace(
+        process_info, local_rank=local_rank, device_index=process_device(process_info).index
+    )
 
 
-def device_of(process_info: ProcessInfo) -> torch.device:
+def process_device(process_info: ProcessInfo) -> torch.device:
     """Return the device that a process computes on.
 
     `WorkerHost` stores the device's index when the process starts, because the devices that are
@@ -103,7 +105,7 @@ class Worker:
         self = super().__new__(cls)
         self._process_info, self._siblings = _construction.get() or (_info_from_environment(), {})
         self._mesh_positions = {}
-        self._device = device_of(self._process_info)
+        self._device = process_device(self._process_info)
         return self
 
     def __init__(self) -> None:

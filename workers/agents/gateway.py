@@ -110,7 +110,7 @@ class AgentEpisode:
         root = f"http://127.0.0.1:{server.server_port}/{session.name}"
         if self.url:
             root = self.url
-            open_to_others(session, self.listener)
+            publish_endpoint(session, self.listener)
         url = f"{root}/v1"
         os.environ |= {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": session.name}
         os.environ |= {"ANTHROPIC_BASE_URL": root, "ANTHROPIC_API_KEY": session.name}
@@ -481,7 +481,7 @@ def endpoint(listener: int = -1) -> AgentEndpoint:
     return AgentEndpoint(socket.create_server(("127.0.0.1", 0)))
 
 
-def open_to_others(session: AgentSession, listener: int) -> None:
+def publish_endpoint(session: AgentSession, listener: int) -> None:
     """Create a link to this process's socket, named by the session's key, for the router."""
     server = endpoint(listener)
     if server.key_file:

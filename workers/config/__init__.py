@@ -121,7 +121,7 @@ def critic_optim(config: WorkersConfig) -> OptimConfig:
     return replace(config.actor_rollout_ref.actor.optim, **config.critic.optim)
 
 
-def rewards_of(config: ScoringSections) -> list[RewardConfig]:
+def reward_configs(config: ScoringSections) -> list[RewardConfig]:
     """Return `reward.list`, or the rewards of `reward.function` and `reward.model`.
 
     If `environment.path` or `environment.paths` is set, the environment's reward is added. Without
@@ -165,12 +165,12 @@ def rewards_of(config: ScoringSections) -> list[RewardConfig]:
 
 def scores_by_rule(config: ScoringSections) -> bool:
     """True if a reward is the built-in rule of each row's data_source."""
-    return any(reward.kind == "function" and not reward.path for reward in rewards_of(config))
+    return any(reward.kind == "function" and not reward.path for reward in reward_configs(config))
 
 
 def model_rewards(config: ScoringSections) -> dict[str, RewardConfig]:
     """Return the model rewards by the role that loads each; the first role is `reward_model`."""
-    models = [reward for reward in rewards_of(config) if reward.kind == "model"]
+    models = [reward for reward in reward_configs(config) if reward.kind == "model"]
     roles = ["reward_model", *(f"reward_model_{reward.name}" for reward in models[1:])]
     return dict(zip(roles, models, strict=False))
 

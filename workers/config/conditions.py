@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.config_key import ReadWhen, unless, when
-from verl_like.registry import registry_of
+from verl_like.registry import get_registry
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -76,7 +76,7 @@ def loss_reads(name: str) -> ReadWhen:
     """
 
     def holds(_: Any, run: Any) -> bool:
-        loss = registry_of("policy loss").look_up(policy_loss_of(run))
+        loss = get_registry("policy loss").look_up(policy_loss_of(run))
         traits = getattr(loss, "traits", None)
         keys = None if traits is None else traits.keys_read
         return keys is None or name in keys

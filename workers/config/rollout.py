@@ -20,7 +20,9 @@ A path needs no name, and workers in other processes import it: `rollout.name=my
 """
 AUTO = "auto"
 for _built_in in (AUTO, "native", "hf", "vllm"):
-    ROLLOUT_ENGINES.register(_built_in)(_built_in)  # `workers.rollout.build` has their classes
+    ROLLOUT_ENGINES.register(_built_in)(
+        _built_in
+    )  # `workers.rollout.build_engine` has their classes
 FP8 = "fp8"
 WEIGHT_SYNCS = ("full", "changed")
 """Contents of a weight sync."""

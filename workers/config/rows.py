@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import ReadWhen, Section, config_field, entry_takes, unless, when
-from verl_like.registry import registry_of
+from verl_like.registry import get_registry
 from workers.config.conditions import VALIDATION_IS_ON
 from workers.config.model import (
     CheckpointConfig,
@@ -104,7 +104,7 @@ class RewardModelTrainingConfig(RowWorkerConfig):
 
 def loss_reads(run: Any, name: str) -> bool:
     """True if the loss of this run has a parameter of that name."""
-    loss = registry_of("preference loss").look_up(run.loss)
+    loss = get_registry("preference loss").look_up(run.loss)
     return name in inspect.signature(loss).parameters
 
 

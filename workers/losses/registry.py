@@ -33,7 +33,7 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from verl_like.config_key import KeyRules, arguments_for, arguments_of
+from verl_like.config_key import KeyRules, select_arguments, settable_arguments
 from verl_like.registry import Registry
 from verl_like.signatures import CallSignature, check_call
 from verl_like.tensor_ops import zero_outside
@@ -210,7 +210,7 @@ def token_loss(
     def decorate(losses_of: TokenLoss) -> PolicyLoss:
         """Return a policy loss that aggregates the token losses of `losses_of`."""
         hands_on = (losses_of,) if choose is None else (losses_of, choose)
-        known = {name for function in hands_on for name in arguments_of(function)}
+        known = {name for function in hands_on for name in settable_arguments(function)}
 
         def policy_loss(
             old_log_prob: Tensor,
@@ -227,11 +227,11 @@ def token_loss(
             arguments = {name: options.pop(name) for name in [*options] if name in known}
             arguments = settings.policy_loss.args | arguments
             if choose is not None and chosen_tokens is None:
-                of_choice = arguments_for(choose, arguments)
+                of_choice = select_arguments(choose, arguments)
                 chosen_tokens = choose(
                     old_log_prob, advantages, response_mask, config=settings, **of_choice
                 )
-            taken = arguments_for(losses_of, arguments)
+            taken = select_arguments(losses_of, arguments)
             denominators: Denominators = options  # type: ignore[assignment]
 
             mask = response_mask.bool()

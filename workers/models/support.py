@@ -77,7 +77,7 @@ class Support:
         within = self.ways.get(f"{way}@{self.attention}", self.ways.get(way))
         if within is None:
             return f"in a test of {name}, it was wrong"
-        for limit, value in limits_of(self.config):
+        for limit, value in window_sizes(self.config):
             if limit in within and value < longest:
                 return (
                     f"it is correct only within {limit}={value}, and this run's rows have up to "
@@ -126,7 +126,7 @@ def features(config: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def limits_of(config: Any) -> list[tuple[str, int]]:
+def window_sizes(config: Any) -> list[tuple[str, int]]:
     """Return the limits of a config that are set."""
     text = config.get_text_config()
     fields = text.to_dict()

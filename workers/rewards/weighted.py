@@ -31,7 +31,7 @@ from workers.config import (
     RewardConfig,
     ScoringConfig,
     ScoringSections,
-    rewards_of,
+    reward_configs,
 )
 from workers.rewards.manager import RewardManager, TermScores
 from workers.rewards.outcome import FailureLog
@@ -85,7 +85,7 @@ def make_rewards(run: ScoringSections, tokenizer: Any, rows: ScoredRows) -> Rewa
     overlong = run.reward.overlong_penalty
     rewards = Rewards(parts, overlong if overlong.enable else None)
     try:
-        for number, config in enumerate(_with_rules_for(rows, rewards_of(run))):
+        for number, config in enumerate(_with_rules_for(rows, reward_configs(run))):
             manager: RewardManager | EnvironmentScores | None = None
             limits: Any = run.reward
             if config.kind == "environment":

@@ -11,7 +11,7 @@ from workers.config import FSDPConfig, RolloutConfig, WorkersConfig, replays_rou
 from workers.models.precision import rollout_dtype
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
-from workers.rollout.build import takes_adapter
+from workers.rollout.build_engine import takes_adapter
 from workers.training.checkpoint_calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
@@ -89,7 +89,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         self.sends_adapter = takes_adapter(self.policy)
         self.sends_changed = self.policy.rollout.weight_sync == "changed" and not self.sends_adapter
         if self.config.ema_decay is not None:
-            from workers.training.average import WeightAverage
+            from workers.training.moving_average import WeightAverage
 
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 

@@ -24,12 +24,12 @@ from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
 from workers.losses.value import compute_value_loss
 from workers.models.precision import precision_of
 from workers.roles.model_worker import TRAIN, VERB, MakesLoss, ModelWorker
-from workers.training.average import MovingAverageTrainEngine
 from workers.training.checkpoint_calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import utilization
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch, pass_budget
+from workers.training.moving_average import MovingAverageTrainEngine
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.update import update_model
 from workers.weights.transfer import WeightReceiver, WeightSender

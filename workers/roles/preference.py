@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import rectangle_of
+from verl_like.batch.ragged import to_padded
 from verl_like.calls.dispatch import Dispatch, register
 from workers.config.rows import (
     PreferenceWorkerConfig,
@@ -122,6 +122,6 @@ class PreferenceReferenceWorker(ComputesReference):
 
 def response_log_probs(engine: TrainEngine, data: DataProto, budget: MicroBatchBudget) -> DataProto:
     """Return the log-prob of every response of the batch under the engine's model."""
-    log_probs = rectangle_of(engine.forward_rows(data, budget)["log_probs"])
+    log_probs = to_padded(engine.forward_rows(data, budget)["log_probs"])
     # float64, because responses are long; log-probs are zero outside the response
     return DataProto.from_dict({"response_log_probs": log_probs.double().sum(dim=-1)})

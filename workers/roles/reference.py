@@ -44,7 +44,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         self.follows = self.config.update_every is not None
         model = self.role_model(config)
         if self.follows:
-            from workers.training.average import MovingAverageTrainEngine
+            from workers.training.moving_average import MovingAverageTrainEngine
 
             self.engine = MovingAverageTrainEngine(model, decay=self.config.ema_decay)
         else:

@@ -41,7 +41,7 @@ from workers.models.folder import generation_eos, set_template_variables
 from workers.models.state import named_state
 from workers.rollout.base import RolloutEngine, SamplingParams, in_step
 from workers.rollout.batches import REQUEST, batch_of, samples_of
-from workers.rollout.build import (
+from workers.rollout.build_engine import (
     build_engine,
     check_engine,
     load_module,

@@ -23,7 +23,7 @@ from typing import Any
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.result import CallMetrics
-from verl_like.config_key import arguments_of
+from verl_like.config_key import settable_arguments
 from verl_like.errors import ConfigError, nearest
 from workers.config import ActorConfig, WorkersConfig
 from workers.losses.aggregate import LossAndMetrics
@@ -34,7 +34,7 @@ from workers.roles.critic import CriticWorker
 from workers.roles.model_worker import MakesLoss, ModelWorker
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import SamplingParams
-from workers.rollout.build import tokenizer_of
+from workers.rollout.build_engine import tokenizer_of
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
@@ -233,7 +233,7 @@ def policy_settings(
 ) -> tuple[ActorConfig, dict[str, Any]]:
     """Apply a client's settings to the actor's config and to the loss's arguments; return both."""
     policy_loss = get_policy_loss(name)
-    takes = {**arguments_of(policy_loss)}
+    takes = {**settable_arguments(policy_loss)}
     keys = {key.name for key in fields(config)}
     for setting in client_settings:
         if setting not in keys and setting not in takes:

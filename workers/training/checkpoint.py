@@ -41,9 +41,9 @@ from workers.training.shards import Ranks, read_shards, stored_tensors, write_sh
 from workers.weights.module_writer import describe_problems
 
 if TYPE_CHECKING:
-    from workers.training.average import WeightAverage
     from workers.training.checkpoint_copies import FileCopies
     from workers.training.engine import TrainEngine
+    from workers.training.moving_average import WeightAverage
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from verl_like.process.worker import Worker
 from workers.models.tensor_files import LEAST_BYTES
 
 if TYPE_CHECKING:
-    from workers.training.average import WeightAverage
     from workers.training.checkpoint_copies import FileCopies, Files
     from workers.training.engine import TrainEngine
+    from workers.training.moving_average import WeightAverage
 
 
 class BackgroundSaves(Worker):

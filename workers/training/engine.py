@@ -9,8 +9,7 @@ Actor, critic, reference, teacher and reward model compute with a `TrainEngine`.
     metrics |= engine.optim_step()
 
 `workers.training.update` composes the last two into an update: epochs over mini-batches. A
-`Reading` defines the outputs that are read from a forward pass. `workers.training.build` builds the
-model.
+`Reading` defines the outputs that are read from a forward pass. `build_model` builds the model.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl_like.batch.ragged import rectangle_of
+from verl_like.batch.ragged import to_padded
 from verl_like.errors import ConfigError
 from workers.columns import IMAGES, ROUTED
 from workers.models.causal_lm import set_training_mode
 from workers.models.precision import computing_in
 from workers.parallel.fsdp import add_up_gradients
 from workers.parallel.offload import to_device
-from workers.training.build import build_model
+from workers.training.build_model import build_model
 from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import (
@@ -228,8 +227,8 @@ class TrainEngine(Model):
                 if pass_outputs is not None:
                     for name, column in outputs.items():
                         pass_outputs.setdefault(name, []).append(detached(column[:num_real]))
-                rectangles = {name: rectangle_of(column) for name, column in outputs.items()}
-                inputs = {n: to_device(rectangle_of(columns[n]), self.device) for n in names}
+                rectangles = {name: to_padded(column) for name, column in outputs.items()}
+                inputs = {n: to_device(to_padded(columns[n]), self.device) for n in names}
                 for name, values in inputs.items():
                     # infinity becomes NaN, which no formula clamps, so the step will be skipped
                     if values.is_floating_point():

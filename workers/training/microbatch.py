@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_like.batch.ragged import Column, RaggedTensor, join_ragged, rectangle_of
+from verl_like.batch.ragged import Column, RaggedTensor, join_ragged, to_padded
 from verl_like.errors import BatchError, ConfigError, nearest_divisors
 from workers.columns import require
 from workers.config import LARGEST_PASS, tokens_per_pass
@@ -198,8 +198,8 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
     if mask is None:
         return dict(columns)
     if not (isinstance(mask, RaggedTensor) and bool((mask.values != 0).all())):
-        columns = {name: rectangle_of(column) for name, column in columns.items()}
-        mask = _real_tokens(rectangle_of(mask) != 0, names)
+        columns = {name: to_padded(column) for name, column in columns.items()}
+        mask = _real_tokens(to_padded(mask) != 0, names)
 
     spans = {mask.shape: mask}
     responses = columns.get("response_mask")
@@ -217,7 +217,7 @@ def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowC
         is_kept = isinstance(column, RaggedTensor) and (
             span is None or torch.equal(column.lengths, span.lengths)
         )
-        ragged[name] = column if span is None or is_kept else span.like(rectangle_of(column))
+        ragged[name] = column if span is None or is_kept else span.like(to_padded(column))
     return ragged
 
 
@@ -337,11 +337,11 @@ def micro_batches(
         picked = {name: column.index_select(0, index) for name, column in columns.items()}
         batches.append((picked, len(rows)))
     for _ in range(int(most) - len(cuts)):
-        batches.append(dummy_of(columns))
+        batches.append(dummy_micro_batch(columns))
     return batches
 
 
-def dummy_of(columns: RowColumns) -> tuple[RowColumns, int]:
+def dummy_micro_batch(columns: RowColumns) -> tuple[RowColumns, int]:
     """Return a micro-batch of one row without tokens."""
     return {name: _dummy(column) for name, column in columns.items()}, 0
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl_like.config_key import arguments_for
+from verl_like.config_key import select_arguments
 from verl_like.errors import ConfigError, WorkerError, nearest
 from verl_like.registry import Registry
 from verl_like.signatures import CallSignature, check_call, signature_of
@@ -193,7 +193,7 @@ def build_optimizer(
         logger.warning(BFLOAT16_WEIGHTS)
     cls = OPTIMIZERS.look_up(config.optimizer)
     settings: dict[str, Any] = {name: getattr(config, name) for name in _settings_taken(cls)}
-    settings |= arguments_for(cls, config.args)
+    settings |= select_arguments(cls, config.args)
     if "betas" in settings:
         settings["betas"] = (config.betas[0], config.betas[1])
     if isinstance(cls, type) and issubclass(cls, torch.optim.Adam):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.training.microbatch import (
     MicroBatches,
-    dummy_of,
+    dummy_micro_batch,
 )
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run_to_the_end(
         model.module.reset_iter_state()
     torch.cuda.empty_cache()
     with _WithoutCollectives(num_done):
-        return run([dummy_of(columns) for columns, _ in batches]), message
+        return run([dummy_micro_batch(columns) for columns, _ in batches]), message
 
 
 def _num_collectives(model: Model) -> int:

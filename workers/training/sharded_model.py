@@ -1,6 +1,6 @@
 """A model on its ranks: computes on shards, and yields whole weights on request.
 
-    build_model(model, worker)          # `workers.training.build`
+    build_model(model, worker)          # `workers.training.build_model`
     with model.running():               # run passes inside
         ...
     for name, tensor in model.named_full_tensors(): ...
@@ -52,7 +52,7 @@ class ModelPart:
     Example:
 
         for part in parts: part.check(model)        # before there is a module
-        for part in parts: part.change(model)       # the empty module, in the order of `parts_of`
+        for part in parts: part.change(model)       # the empty module, in the order of `load_parts`
         ...                                         # the module is sharded and gets its weights
         for part in parts: part.finish(model)
         with part.computing(): part.fed(feed)       # around passes, and before each

@@ -15,7 +15,7 @@ from trainer.groups.describe import describe_devices
 from trainer.launch import nominal_placement
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import load_config
-from trainer.ppo.sizes import sizes_of
+from trainer.ppo.sizes import call_sizes
 from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
 
@@ -100,7 +100,7 @@ def test_every_generator_is_in_the_table_of_sizes() -> None:
         "async_training.generator_settings={0: {max_num_seqs: 2}, 1: {max_num_seqs: 3}}",
     )
     nodes, _ = trace_step(config)
-    sizes = {size.role: size for size in sizes_of(config, nodes) if not size.trains}
+    sizes = {size.role: size for size in call_sizes(config, nodes) if not size.trains}
     assert set(sizes) == {"rollout", "rollout_1", "actor", "ref", "ref_1"}
     generate, further = sizes["rollout"], sizes["rollout_1"]
     assert (generate.samples, generate.pass_samples) == (4 * 4, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer import load_config
-from trainer.ppo.advantage_inputs import advantages_of
+from trainer.ppo.advantage_inputs import estimate_advantages
 from trainer.ppo.config import PPOConfig
 from verl_like import DataProto
 from verl_like.errors import ConfigError
@@ -102,7 +102,7 @@ def test_a_custom_estimator_has_arguments(tmp_path: Path) -> None:
     chosen = f"algorithm.adv_estimator='{path}:tempered'"
     algorithm = load(chosen, "algorithm.args.temperature=0.5").algorithm
     columns = {"token_level_rewards": torch.ones(1, 2), "response_mask": torch.ones(1, 2)}
-    batch = advantages_of(DataProto.from_dict(columns), algorithm)
+    batch = estimate_advantages(DataProto.from_dict(columns), algorithm)
     assert batch.batch["advantages"].tolist() == [[2.0, 2.0]]
 
     with pytest.raises(ConfigError, match=r"algorithm\.args\.passes=0\.5: it takes a whole number"):

@@ -16,7 +16,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
-from verl_like.registry import registry_of
+from verl_like.registry import get_registry
 from workers.config import KL_ESTIMATORS, LOSS_AGG_MODES, STRATEGIES
 from workers.config.model import STRATEGIES_ELSEWHERE
 
@@ -82,7 +82,7 @@ def test_a_registered_name_or_a_dotted_path_is_accepted(name: str) -> None:
 def test_a_misspelt_name_is_rejected_with_the_nearest_and_all(key: Key) -> None:
     names = key.rules.choices
     if not names:
-        registry = registry_of(key.rules.registry)
+        registry = get_registry(key.rules.registry)
         names = tuple(registry.keys() - registry.aliases)
     longest = max(names, key=len)
     misspelt = f"{longest[:-1]}q"

@@ -14,7 +14,7 @@ from trainer.config.settings import keys_set
 from trainer.config.settle import settle
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
-from trainer.ppo.roles import models_of
+from trainer.ppo.roles import declared_models
 from verl_like.config_key import replace_keys
 
 NEEDED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=model"]
@@ -92,7 +92,7 @@ def test_keys_below_an_unread_key_are_unread(caplog: pytest.LogCaptureFixture) -
 def test_a_role_inherits_the_axes_of_the_run() -> None:
     axes_set = ["parallel.tp=2", "critic.parallel={tp: 1, sp: 2}", "trainer.n_gpus_per_node=2"]
     config = load_config([*NEEDED, *axes_set])
-    axes = {role: model.sharding for role, model in models_of(config).items()}
+    axes = {role: model.sharding for role, model in declared_models(config).items()}
     assert (axes["actor"].tp, axes["actor"].sp) == (2, 1)
     assert (axes["critic"].tp, axes["critic"].sp) == (1, 2)
 

@@ -19,7 +19,7 @@ from trainer.ppo.rewards_to_advantages import compute_distillation_advantage, di
 from trainer.stubs import trace_step
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
-from workers.config import rewards_of
+from workers.config import reward_configs
 
 PATH = "distillation.teacher_model.model_path"
 KL = "distillation/reverse_kl"
@@ -126,7 +126,7 @@ def test_a_reward_is_optional_and_only_logged(
         "reward.list=[{name: function, kind: function}]",
     )
     config = load_config(settings(tiny_dir, tmp_path, teacher, *more))
-    assert [reward.name for reward in rewards_of(config)] == ["function"]
+    assert [reward.name for reward in reward_configs(config)] == ["function"]
     run(config)
     for line, unrewarded in zip(numbers(tmp_path), whole[:2], strict=True):
         assert line["critic/score/max"] > 0

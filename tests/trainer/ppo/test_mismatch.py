@@ -6,7 +6,7 @@ import torch
 
 from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import PPOTrainer, load_config, run
-from trainer.ppo.mismatch import diagnose_rollout_gap, explain_gap
+from trainer.ppo.rollout_gap import diagnose_rollout_gap, explain_gap
 from workers.losses import aggregate
 from workers.losses.mismatch import MismatchGauge
 

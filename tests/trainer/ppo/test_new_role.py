@@ -18,7 +18,7 @@ from trainer.ppo.recipe import PPO
 from trainer.ppo.sizes import batch_table
 from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
-from workers.columns import COLUMNS, reads_of
+from workers.columns import COLUMNS, method_reads
 from workers.roles.actor import ActorWorker
 from workers.training.role_model_spec import RoleModelSpec
 
@@ -72,7 +72,7 @@ def test_the_plan_shows_the_new_role(tiny_dir: Path, tmp_path: Path) -> None:
     memories = {memory.role: memory for memory in role_memories(config, "cpu")}
     assert memories["judge"].weights == memories["ref"].weights > 0
     assert COLUMNS["judge_log_prob"].written_by == METHOD
-    assert {*node.reads} <= {*(reads_of(JudgeWorker, "compute_judge_log_prob") or ())}
+    assert {*node.reads} <= {*(method_reads(JudgeWorker, "compute_judge_log_prob") or ())}
 
 
 def test_a_step_calls_the_role_and_the_role_can_be_replaced(tiny_dir: Path, tmp_path: Path) -> None:

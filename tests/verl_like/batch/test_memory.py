@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl_like.batch import memory
-from verl_like.batch.memory import STEP_BYTES, BlockCache, copy_of, join_rows
+from verl_like.batch.memory import STEP_BYTES, BlockCache, copy_column, join_rows
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def test_copies_and_joins_have_the_rows_of_torch(dtype: torch.dtype, layout: str
     layouts = {"plain": plain, "transposed": plain.T, "no rows": plain[:0], "one dim": plain[:, 1]}
     column = layouts[layout]
     for result, expected in (
-        (copy_of(column), column),
+        (copy_column(column), column),
         (join_rows([column, column]), torch.cat([column, column])),
     ):
         assert result.dtype == dtype
@@ -35,24 +35,24 @@ def test_copies_and_joins_have_the_rows_of_torch(dtype: torch.dtype, layout: str
 
 def test_copies_and_joins_pass_gradients() -> None:
     column = torch.ones(2, 3, requires_grad=True)
-    join_rows([torch.zeros(1, 3), copy_of(column), column]).sum().backward()
+    join_rows([torch.zeros(1, 3), copy_column(column), column]).sum().backward()
     assert column.grad is not None
     assert column.grad.tolist() == [[2.0] * 3] * 2
 
 
 def test_a_block_is_reused_once_its_column_is_unreferenced() -> None:
     column = torch.arange(STEP_BYTES)
-    first = copy_of(column)
+    first = copy_column(column)
     place = first.data_ptr()
     row_of_first = first[5:6].view(1, 1).numpy()
     del first
     gc.collect()
-    second = copy_of(column + 1)
+    second = copy_column(column + 1)
     assert second.data_ptr() != place, "a row of the first column is still in use"
     assert row_of_first.item() == 5
     del row_of_first
     gc.collect()
-    third = copy_of(column + 2)
+    third = copy_column(column + 2)
     assert third.data_ptr() == place
     assert torch.equal(second, column + 1)
     assert torch.equal(third, column + 2)

@@ -11,7 +11,7 @@ from tests.workers.distributed import run
 from verl_like.process.info import OWN_PROCESS
 from workers.cpu import allocator
 from workers.cpu.allocator import keep_freed_memory
-from workers.training.build import prepare_cpu_process
+from workers.training.build_model import prepare_cpu_process
 from workers.weights.channel import allocate_buffer
 
 BUFFER, SYNCS = 2**24, 30

@@ -21,7 +21,7 @@ from verl_like.batch.protocol import DataProto
 from workers.config import ModelConfig, ParallelConfig
 from workers.cpu import onednn
 from workers.cpu.allocator import keep_freed_memory
-from workers.memory import LargestPass, RoleMemory, memory_of
+from workers.memory import LargestPass, RoleMemory, engine_memory
 from workers.models import memory_shapes
 from workers.models.attention import layer_configs
 from workers.models.memory_shapes import ModelShapes, cached_widths, meta_model, model_shapes
@@ -263,7 +263,7 @@ def test_a_pass_gathers_only_the_experts_of_its_rank(
         model = ModelConfig(path=str(tmp_path))
         parallel = ParallelConfig(ep=ep)
         role_model = RoleModelSpec("", model, strategy=strategy, parallel=parallel, trains=True)
-        return memory_of(role_model, "actor", "pool", 8, "cuda", LargestPass(1, 1))
+        return engine_memory(role_model, "actor", "pool", 8, "cuda", LargestPass(1, 1))
 
     assert memory(4).weights == memory(1).weights
     left_out = (1 - 1 / 4) * of_layer * 2  # bytes in bfloat16

@@ -13,7 +13,7 @@ from tests.workers.samples import check_axes_of
 from tests.workers.training.rank_layouts import FAMILIES, SIZES, saved
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
-from workers.memory import LargestPass, memory_of
+from workers.memory import LargestPass, engine_memory
 from workers.parallel.pipeline import Action, max_pending_passes, num_chunks, schedule
 from workers.parallel.stages import deal, stage_ranges
 from workers.training.microbatch import spread
@@ -200,7 +200,7 @@ def test_the_memory_estimate_is_of_the_largest_rank(tmp_path: Path) -> None:
     largest = LargestPass(64, 32)
 
     def weights(pp: int) -> float:
-        return memory_of(spec_of(tmp_path, pp), "actor", "pool", pp, "cpu", largest).weights
+        return engine_memory(spec_of(tmp_path, pp), "actor", "pool", pp, "cpu", largest).weights
 
     whole = weights(1)
     assert 0.49 * whole < weights(2) < 0.6 * whole

@@ -18,7 +18,7 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import LostSamplesError
 from workers.config import WorkersConfig
 from workers.roles.rollout import RolloutWorker
-from workers.rollout.build import build_engine
+from workers.rollout.build_engine import build_engine
 from workers.rollout.client import RolloutClient, Submission
 
 REQUESTS: Counter[str] = Counter()

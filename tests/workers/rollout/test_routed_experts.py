@@ -18,7 +18,7 @@ from workers.config import RolloutConfig
 from workers.models.routing import Routers
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.batches import batch_of
-from workers.rollout.build import check_notes_routing
+from workers.rollout.build_engine import check_notes_routing
 from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample

@@ -15,7 +15,7 @@ from tests.workers.samples import random_row, started
 from trainer.data.lm_rows import LMRow
 from trainer.data.pairs import PairRow, pair_batch
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import rectangle_of
+from verl_like.batch.ragged import to_padded
 from workers.config.rows import RowWorkerConfig, TrainedModelConfig
 from workers.models.load import load_model
 from workers.roles.rows import SFTWorker
@@ -63,7 +63,7 @@ def test_each_side_has_the_log_probs_of_a_single_row(is_padded: bool, one_layer_
     role = worker_of(LikelierWorker, one_layer_dir)
     if is_padded:  # as for models whose rows may not share a pass
         role.engine.row_passes = RowPasses("padded", border=99)
-    log_probs = rectangle_of(role.engine.forward_rows(batch, role.budget)["log_probs"])
+    log_probs = to_padded(role.engine.forward_rows(batch, role.budget)["log_probs"])
     assert log_probs.shape == batch.batch["responses"].shape
 
     model = load_model(role.config.model, "token")

@@ -28,7 +28,7 @@ from tests.workers.varlen_kernels import (
 )
 from workers.models import attention as model_attention
 from workers.roles.actor import ActorWorker
-from workers.training import attention, build, varlen
+from workers.training import attention, build_model, varlen
 from workers.training.attention import RowLayout, VarlenKernel, describe, packed_attention
 from workers.training.varlen import find_kernel, flash_attn_kernel, torch_varlen_kernel
 
@@ -420,7 +420,7 @@ def test_a_model_trains_the_same_with_and_without_a_kernel(
         return flash_attn_varlen_func(*states, **settings)
 
     flash = VarlenKernel("flash-attn", flash_attn_kernel(function), FLOAT32, has_softcap=True)
-    monkeypatch.setattr(build, "kernel_blocker", lambda *_: "")
+    monkeypatch.setattr(build_model, "kernel_blocker", lambda *_: "")
     for kernel in (flash, None):
         monkeypatch.setattr(varlen, "find_kernel", lambda *_, kernel=kernel: (kernel, ""))
         actor = started(ActorWorker, tiny_config(folder, entropy_coeff=0.01), 1)

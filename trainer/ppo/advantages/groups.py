@@ -75,7 +75,7 @@ class Groups:
         return torch.where(self.size_of_row() > 1, divided, centered)
 
 
-def scores_of(token_level_rewards: Tensor) -> Tensor:
+def sequence_scores(token_level_rewards: Tensor) -> Tensor:
     """Return one score per row, [rows]: the sum of its rewards [rows, R]."""
     return token_level_rewards.sum(dim=-1)
 

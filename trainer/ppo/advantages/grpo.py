@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, sequence_scores
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, kl_belongs_in_loss
 from trainer.ppo.advantages.returns import (
     discounted_sum,
@@ -45,7 +45,7 @@ def compute_grpo_outcome_advantage(
 
     Source: GRPO, arXiv 2402.03300; Dr. GRPO, arXiv 2503.20783
     """
-    scores = scores_of(token_level_rewards)
+    scores = sequence_scores(token_level_rewards)
     groups = Groups.of(index, scores)
     centered = groups.centered(scores)
     if norm_adv_by_std_in_grpo:
@@ -69,7 +69,7 @@ def compute_grpo_batch_std_outcome_advantage(
 
     Source: Lite PPO, arXiv 2508.08221, section 4
     """
-    scores = scores_of(token_level_rewards)
+    scores = sequence_scores(token_level_rewards)
     groups = Groups.of(index, scores)
     centered = groups.centered(scores)
 
@@ -101,7 +101,7 @@ def compute_grpo_passk_outcome_advantage(
 
     Source: arXiv 2503.19595
     """
-    scores = scores_of(token_level_rewards)
+    scores = sequence_scores(token_level_rewards)
     groups = Groups.of(index, scores)
     best, second = _two_best(scores, groups)
     lead = scores[best] - scores[second]

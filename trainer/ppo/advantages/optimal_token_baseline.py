@@ -10,7 +10,12 @@ from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-from trainer.ppo.advantages.returns import order_inside_first, put_back, put_in_order, returns_of
+from trainer.ppo.advantages.returns import (
+    discounted_returns,
+    order_inside_first,
+    put_back,
+    put_in_order,
+)
 from verl_like.tensor_ops import zero_outside
 
 
@@ -38,7 +43,7 @@ def compute_optimal_token_baseline_advantage(
     """
     groups = Groups.of(index, token_level_rewards[:, 0])
     order = order_inside_first(response_mask)
-    returns = put_in_order(returns_of(token_level_rewards, response_mask, 1.0), order)
+    returns = put_in_order(discounted_returns(token_level_rewards, response_mask, 1.0), order)
     lead = returns - _lowest_score(returns, groups)
 
     columns = (old_log_probs, sum_pi_squared, response_mask.bool())

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, sequence_scores
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-from trainer.ppo.advantages.returns import is_last_inside, returns_of, whiten_
+from trainer.ppo.advantages.returns import discounted_returns, is_last_inside, whiten_
 
 
 @ADVANTAGE_ESTIMATORS.register("reinforce_plus_plus")
@@ -25,7 +25,7 @@ def compute_reinforce_plus_plus_outcome_advantage(
 
     Source: arXiv 2501.03262
     """
-    returns = returns_of(token_level_rewards, response_mask, gamma)
+    returns = discounted_returns(token_level_rewards, response_mask, gamma)
     advantages = returns.clone()
     if whiten:
         advantages = whiten_(advantages, response_mask)
@@ -44,7 +44,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
 
     Source: arXiv 2501.03262
     """
-    scores = scores_of(token_level_rewards)
+    scores = sequence_scores(token_level_rewards)
     centered = Groups.of(index, scores).centered(scores)
     advantages = on_tokens(centered, response_mask)
     if whiten:
@@ -65,7 +65,7 @@ def compute_remax_outcome_advantage(
 
     Source: arXiv 2310.10505
     """
-    returns = returns_of(token_level_rewards, response_mask, gamma=1.0)
+    returns = discounted_returns(token_level_rewards, response_mask, gamma=1.0)
     return returns - on_tokens(reward_baselines, response_mask), returns
 
 
@@ -85,7 +85,7 @@ def compute_coati_advantage(
 
     Source: ColossalChat, `NaiveExperienceMaker` of 2023
     """
-    rewards = scores_of(token_level_rewards)
+    rewards = sequence_scores(token_level_rewards)
     last_values = values.masked_fill(~is_last_inside(response_mask), 0).sum(dim=-1)
     advantages = on_tokens(rewards - last_values, response_mask)
     return advantages, on_tokens(rewards, response_mask)

@@ -64,7 +64,7 @@ def discounted_sum(terms: Tensor, decay: float) -> Tensor:
     return sums.flatten(start_dim=1)[:, :width]
 
 
-def returns_of(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
     """Return each token's discounted return: the sum of its own and the row's later rewards."""
     order = order_inside_first(response_mask)
     rewards = zero_outside(token_level_rewards, response_mask)

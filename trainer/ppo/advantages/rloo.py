@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantages.groups import Groups, Index, on_tokens, scores_of
+from trainer.ppo.advantages.groups import Groups, Index, on_tokens, sequence_scores
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, kl_belongs_in_loss
 from verl_like.tensor_ops.masked import zero_outside
 
@@ -25,7 +25,7 @@ def compute_rloo_outcome_advantage(
 
     Source: arXiv 2402.14740
     """
-    scores = scores_of(token_level_rewards)
+    scores = sequence_scores(token_level_rewards)
     groups = Groups.of(index, scores)
     from_mean_to_others = groups.size / (groups.size - 1).clamp(min=1)
     advantages = groups.centered(scores) * from_mean_to_others[groups.of_row]
@@ -86,7 +86,7 @@ def compute_opo_outcome_advantage(
 
     Source: arXiv 2505.23585
     """
-    scores = scores_of(token_level_rewards)
+    scores = sequence_scores(token_level_rewards)
     lengths = torch.count_nonzero(response_mask, dim=-1).to(scores.dtype)
     centered = Groups.of(index, scores).centered(scores, weights=lengths)
     advantages = on_tokens(centered, response_mask)
@@ -109,7 +109,7 @@ def compute_gpg_outcome_advantage(
 
     Source: arXiv 2504.02546
     """
-    scores = scores_of(token_level_rewards)
+    scores = sequence_scores(token_level_rewards)
     centered = Groups.of(index, scores).centered(scores)
     scale = len(scores) / torch.count_nonzero(scores).clamp(min=1)
     advantages = on_tokens(centered * scale.to(scores.dtype), response_mask)

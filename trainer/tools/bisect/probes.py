@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantages.groups import Groups, on_tokens, scores_of
+from trainer.ppo.advantages.groups import Groups, on_tokens, sequence_scores
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.advantages.returns import is_last_inside, whiten_
 from trainer.tools.bisect.sides import ACTOR, Step
@@ -72,7 +72,7 @@ def of_scores(formula: Callable[[Tensor, Groups, Tensor], Tensor]) -> Callable[.
     """Return an estimator from a formula of scores, groups, and 1 for rows that are complete."""
 
     def estimate(token_level_rewards: Any, response_mask: Any, index: Any, complete: Any) -> Any:
-        scores = scores_of(token_level_rewards)
+        scores = sequence_scores(token_level_rewards)
         values = formula(scores, Groups.of(index, scores), complete)
         return on_tokens(values, response_mask), None
 

@@ -13,8 +13,8 @@ from trainer.config.devices import devices_of
 from trainer.memory import model_memory
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
-from trainer.ppo.roles import models_of
-from trainer.ppo.sizes import size_of, sizes_of
+from trainer.ppo.roles import declared_models
+from trainer.ppo.sizes import call_size, call_sizes
 from trainer.tools.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.tools.planner.job import Job, Keys
 from trainer.tools.planner.records import record_tokens, sampler_seconds
@@ -67,7 +67,7 @@ class PPOJob(Job):
 
     def models_in(self, config: PPOConfig) -> dict[str, RoleModelSpec]:
         """Return the model of every role that has one."""
-        return models_of(config, without_users=True)
+        return declared_models(config, without_users=True)
 
     @functools.cached_property
     def roles(self) -> list[str]:
@@ -95,7 +95,7 @@ class PPOJob(Job):
     def pass_tokens(self, config: PPOConfig, role: str, method: str) -> int:
         """Return the tokens of a pass of this call; a pass of samples has its mean tokens."""
         rows, model = self.rows(role), self.models_in(config)[role]
-        size = size_of(config, model, role, method, rows.samples)
+        size = call_size(config, model, role, method, rows.samples)
         if size.pass_samples is not None:
             return round(size.pass_samples * rows.tokens)
         return size.pass_tokens
@@ -111,7 +111,7 @@ class PPOJob(Job):
 
     def role_memory(self, config: PPOConfig, role: str, model: RoleModelSpec) -> RoleMemory:
         """Return the memory of the role in this run, as the run computes it."""
-        largest = largest_pass(config, role, sizes_of(config, self.nodes))
+        largest = largest_pass(config, role, call_sizes(config, self.nodes))
         return model_memory(config, role, model, "cuda", largest)
 
     def memories(self, config: PPOConfig) -> list[RoleMemory]:

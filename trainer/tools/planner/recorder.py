@@ -360,7 +360,7 @@ def on_meta(num_ranks: int = 1) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from workers.training import attention, build, lm_head
+    from workers.training import attention, build_model, lm_head
     from workers.training.attention import VarlenKernel
 
     def with_lengths(lengths: Any, device: Any) -> Any:
@@ -373,17 +373,17 @@ def on_meta(num_ranks: int = 1) -> Iterator[None]:
 
     kernel = VarlenKernel("flash attention", attend, torch.bfloat16, has_softcap=True)
     bounds, rows_per_chunk = attention._bounds, lm_head.rows_per_chunk
-    empty_model, fsdp = build.empty_model, "torch.distributed.fsdp._fully_shard"
+    empty_model, fsdp = build_model.empty_model, "torch.distributed.fsdp._fully_shard"
     stand_ins: dict[str, Any] = {
         "sys.excepthook": sys.excepthook,  # a process group replaces it
         "torch.compile": lambda function, **_: function,
         "verl_like.tensor_ops.logprobs._compiled": lambda function: function,
         "torch.optim.optimizer._get_fused_kernels_supported_devices": lambda: ["meta"],
-        "workers.training.build.prepare_gpu_process": lambda: None,
-        "workers.training.build.kernel_blocker": lambda *_: "",
+        "workers.training.build_model.prepare_gpu_process": lambda: None,
+        "workers.training.build_model.kernel_blocker": lambda *_: "",
         "workers.training.varlen.find_kernel": lambda *_: (kernel, ""),
-        "workers.training.build.empty_model": empty,
-        "workers.training.build.load_weights": lambda *_: None,
+        "workers.training.build_model.empty_model": empty,
+        "workers.training.build_model.load_weights": lambda *_: None,
         "workers.training.attention._bounds": with_lengths,
         "workers.training.model_parts.compile.all_reduce": lambda *_: False,
         "workers.parallel.fsdp._anywhere": lambda here, *_: here,

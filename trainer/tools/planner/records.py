@@ -46,7 +46,7 @@ DECODED_ROWS = 32
 
 
 STAND_INS = {
-    "workers.training.build.choose_layout": lambda *_, **__: RowPasses("packed"),
+    "workers.training.build_model.choose_layout": lambda *_, **__: RowPasses("packed"),
     "workers.training.model_parts.compile.run_short_pass": lambda _: None,
 }
 """No passes that test the model; padding, which some models need, is not counted."""

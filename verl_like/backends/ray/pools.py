@@ -201,17 +201,17 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
 class SubRayResourcePool(RayResourcePool):
     """Some places of other pools, for `split_resource_pool` and `merge_resource_pool`."""
 
-    def __init__(self, sources: Sequence[tuple[RayResourcePool, range]]) -> None:
-        """Each source is a pool and the ranks that are taken from it."""
+    def __init__(self, pool_ranks: Sequence[tuple[RayResourcePool, range]]) -> None:
+        """Take these ranks of each pool."""
         per_node: list[int] = []
-        for pool, ranks in sources:
+        for pool, ranks in pool_ranks:
             nodes = pool.node_list()
             for node in range(len(pool.store)):
                 count = sum(nodes[rank] == node for rank in ranks)
                 if count:
                     per_node.append(count)
 
-        first = sources[0][0]
+        first = pool_ranks[0][0]
         super().__init__(
             per_node,
             first.use_gpu,
@@ -219,16 +219,16 @@ class SubRayResourcePool(RayResourcePool):
             first.max_colocate_count,
             cpus_per_process=first.cpus_per_process,
             deadlines=first.deadlines,
-            detached=all(pool.detached for pool, _ in sources),
+            detached=all(pool.detached for pool, _ in pool_ranks),
         )
-        self.sources = list(sources)
+        self.pool_ranks = list(pool_ranks)
 
     def release(self) -> None:
         """Do nothing: the places belong to the source pools."""
 
     def _reserve(self) -> list[Bundle]:
-        taken = [pool.bundles()[rank] for pool, ranks in self.sources for rank in ranks]
-        self.use_gpu = self.sources[0][0].use_gpu
+        taken = [pool.bundles()[rank] for pool, ranks in self.pool_ranks for rank in ranks]
+        self.use_gpu = self.pool_ranks[0][0].use_gpu
         return taken
 
 

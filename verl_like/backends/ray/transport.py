@@ -37,7 +37,7 @@ from verl_like.backends.rpc import ProcessTransport, connect
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import wait_for_start
-from verl_like.calls.messages import SHARED_BYTES, Call, Pending, payload_of
+from verl_like.calls.messages import SHARED_BYTES, Call, Pending, answer_payload
 from verl_like.calls.transport import AnswerPart, resolve
 from verl_like.errors import WorkerDiedError, WorkerError, pickling_message
 from verl_like.process.info import ProcessInfo
@@ -90,7 +90,7 @@ class RayTransport(ProcessTransport):
             located = [actor.location.remote() for actor in self.actors]
             starting = self._start(master_port)
             self.started = wait_for_start(self, located)
-            locations: list[Location] = [payload_of(answer) for answer in ray.get(located)]
+            locations: list[Location] = [answer_payload(answer) for answer in ray.get(located)]
             self._cluster = ClusterProbe()
             self._nodes = [location.node for location in locations]
             self.requests = [

@@ -35,7 +35,7 @@ PARTS: Mapping[str, Callable[[Model], bool]] = {
 """Class in this folder -> whether a model has the part, in the order of their changes."""
 
 
-def parts_of(model: Model) -> list[ModelPart]:
+def load_parts(model: Model) -> list[ModelPart]:
     """Return the parts of a model, in the order in which they change its empty module."""
     paths = [f"{__name__}.{name}" for name, is_part in PARTS.items() if is_part(model)]
     return [load_object(path, "part")() for path in paths]

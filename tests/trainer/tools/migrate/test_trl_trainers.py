@@ -15,7 +15,7 @@ from tests.trainer.tools.check_loss.stand_ins import NOT_INSTALLED
 from tests.trainer.tools.migrate.words import composed, translated_whole
 from tests.workers.models import vision
 from tests.workers.models.architectures import build_tiny, tiny_model_config
-from trainer.ppo.advantage_inputs import advantages_of
+from trainer.ppo.advantage_inputs import estimate_advantages
 from trainer.ppo.rewards_to_advantages import KLController, apply_kl_penalty
 from verl_like.batch.protocol import DataProto
 from workers.losses.preference import SFT_LENGTH, measures
@@ -172,7 +172,7 @@ def test_rloo_has_trl_s_gradient(tmp_path: Path) -> None:
             {"uid": [str(prompt.tolist()) for prompt in inputs["prompt_ids"]]},
         )
         batch, _ = apply_kl_penalty(batch, KLController(algorithm.kl_ctrl), algorithm.kl_penalty)
-        advantages = advantages_of(batch, algorithm).batch["advantages"]
+        advantages = estimate_advantages(batch, algorithm).batch["advantages"]
         loss = get_policy_loss(actor.policy_loss.loss_mode)
         ours, _ = loss(log_prob.detach(), log_prob, advantages, inside, actor.loss_agg_mode, actor)
         check_gradients(ours, theirs, model)

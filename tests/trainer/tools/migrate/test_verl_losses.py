@@ -12,7 +12,7 @@ import pytest
 from tests.trainer.tools.migrate.words import translated_whole
 from trainer.config.schema import RunConfig
 from trainer.ppo.recipe import load_config
-from verl_like.config_key import arguments_of
+from verl_like.config_key import settable_arguments
 from workers.losses.registry import POLICY_LOSSES, clip_range
 
 Settings = Mapping[str, float]
@@ -77,7 +77,7 @@ def test_a_migrated_command_has_verls_loss(loss: str, settings: Settings, mode: 
     low, high = clip_range(actor)
     bounds = {"clip_ratio_low": 1 - low, "clip_ratio_high": high - 1}
     bounds["clip_ratio_c"] = actor.clip_ratio_c
-    arguments = arguments_of(POLICY_LOSSES[loss])
+    arguments = settable_arguments(POLICY_LOSSES[loss])
     defaults = {name: argument.default for name, argument in arguments.items()}
     used = bounds | defaults | actor.policy_loss.args
     assert used == pytest.approx({name: expected[name] for name in used})

@@ -17,7 +17,7 @@ from verl_like.errors import ConfigError, WeightSyncError
 from workers.config import ActorRolloutRefConfig, ModelConfig, RolloutConfig
 from workers.models.lora import add_adapter
 from workers.models.state import is_adapter
-from workers.rollout.build import takes_adapter
+from workers.rollout.build_engine import takes_adapter
 from workers.rollout.vllm.handover import AdapterFiles
 from workers.rollout.vllm.setup import check_options
 

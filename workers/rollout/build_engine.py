@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SECTION = "actor_rollout_ref.rollout"
 
 
-def engine_for(name: str, device_type: str) -> str:
+def resolve_engine(name: str, device_type: str) -> str:
     """Return the configured engine.
 
     "auto" is vllm on GPUs if a supported version is installed, otherwise native.

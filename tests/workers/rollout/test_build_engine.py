@@ -16,7 +16,7 @@ from tests.workers.rollout_engines import LIMITS, make_model
 from tests.workers.samples import tiny_config
 from verl_like import Worker
 from workers.config import RolloutConfig
-from workers.rollout import build
+from workers.rollout import build_engine
 from workers.rollout.vllm import engine, setup
 
 
@@ -45,7 +45,7 @@ def start_on_two_devices(folder: Path) -> tuple[Any, dict[str, str], bool]:
     rollout = config.actor_rollout_ref.rollout
     rollout.name, rollout.tensor_model_parallel_size = "vllm", 2
     before = dict(os.environ)
-    built = build.build_engine(config, worker)
+    built = build_engine.build_engine(config, worker)
     assert built.is_follower == (worker.rank == 1)
     options, environment = LLM.calls[0]
     parallelism = options["tensor_parallel_size"], options["distributed_executor_backend"]
@@ -67,7 +67,7 @@ def test_each_rank_of_an_engine_uses_its_own_device(
 
 
 def engine_of(device_type: str, **keys: Any) -> str:
-    return build.engine_for(RolloutConfig(**keys).name, device_type)
+    return build_engine.resolve_engine(RolloutConfig(**keys).name, device_type)
 
 
 def test_the_default_engine_is_vllm_on_gpus_and_native_on_cpus(
@@ -81,10 +81,10 @@ def test_the_default_engine_is_vllm_on_gpus_and_native_on_cpus(
 
 
 def test_the_native_engine_on_gpus_has_a_notice() -> None:
-    (notice,) = build.notices_of_engine("native", "cuda")
+    (notice,) = build_engine.notices_of_engine("native", "cuda")
     assert "actor_rollout_ref.rollout.name=auto chooses vLLM if a supported version is" in notice
-    assert build.notices_of_engine("native", "cpu") == []
-    assert build.notices_of_engine("vllm", "cuda") == []
+    assert build_engine.notices_of_engine("native", "cpu") == []
+    assert build_engine.notices_of_engine("vllm", "cuda") == []
 
 
 @pytest.mark.parametrize(
@@ -111,5 +111,5 @@ def test_fp8_is_passed_to_vllm(
     config = tiny_config(tmp_path)
     config.actor_rollout_ref.rollout.quantization = "fp8"
     worker: Any = SimpleNamespace(device=torch.device(device))
-    build._vllm_engine(config, worker, LIMITS, None)
+    build_engine._vllm_engine(config, worker, LIMITS, None)
     assert calls[0].options == {"quantization": scheme}

@@ -22,7 +22,7 @@ from workers.parallel.fsdp import GradientWatch, shard
 from workers.parallel.groups import RankGroups
 from workers.parallel.sharding import dims_of
 from workers.training.attention import describe
-from workers.training.model_parts import parts_of
+from workers.training.model_parts import load_parts
 from workers.training.passes import AllLayers
 from workers.training.row_layout import choose_layout
 from workers.training.sharded_model import Model
@@ -49,7 +49,7 @@ def build_model(model: Model, worker: Worker) -> None:
     if not model.settings.trains:
         model.model_config = frozen(model.model_config, model.device.type)
     model.precision = precision_of(model.model_config, model.device.type)
-    model.parts = parts_of(model)
+    model.parts = load_parts(model)
     for part in model.parts:
         part.check(model)
     model.module = empty_model(model.model_config, model.head, model.device)

@@ -9,7 +9,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.verl_like.batches import DTYPES, assert_same, of_every_dtype
-from verl_like.batch.columns import tensors_of
+from verl_like.batch.columns import tensor_columns
 from verl_like.batch.protocol import DataProto, Shard
 from verl_like.batch.ragged import RaggedTensor
 
@@ -38,7 +38,7 @@ def test_every_dtype_survives_read_only_buffers_without_a_warning(rows):
         warnings.simplefilter("error")
         back = pickle.loads(head, buffers=[bytes(buffer.raw()) for buffer in buffers])
     assert_same(back, of_every_dtype(rows))
-    assert [column.dtype for column in tensors_of(back.batch).values()] == DTYPES
+    assert [column.dtype for column in tensor_columns(back.batch).values()] == DTYPES
 
 
 def test_loading_shares_memory_and_a_writable_copy_shares_none():
