@@ -1,8 +1,9 @@
-"""Tables of the Python API: every name of `docs/data/api.yaml` with a sentence of its docstring."""
+"""Lists of the Python API: names of `docs/data/api.yaml`, signatures and first sentences."""
 
 from __future__ import annotations
 
 import ast
+import enum
 import importlib
 import inspect
 import re
@@ -13,6 +14,8 @@ from typing import Any
 
 import yaml
 
+from verl_like.config_key import Section
+from verl_like.extend import CheckpointMixin
 from verl_like.lazy import names_by_block
 
 DATA = Path(__file__).resolve().parent / "data" / "api.yaml"
@@ -20,12 +23,13 @@ PAGES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(DATA.read_text(enco
 """Page -> section -> dotted path -> members that the site shows."""
 
 
-def name_table(page: str, section: str) -> str:
-    """Return a row for each name of a section, and for each method that it lists."""
-    rows = ["Name|Meaning", "---|---"]
+def name_list(page: str, section: str) -> str:
+    """Return the signature and a sentence of each name of a section, and of its listed methods."""
+    rows = []
     for path, members in PAGES[page][section].items():
-        rows += [f"`{name}`|{first_sentence(text)}" for name, text in rows_of(path, members)]
-    return "\n".join(rows)
+        for name, text in rows_of(path, members):
+            rows.append(f"`{name}`  \n{first_sentence(text)}")
+    return "\n\n".join(rows)
 
 
 def rows_of(path: str, members: Any) -> Iterator[tuple[str, str]]:
@@ -40,7 +44,7 @@ def rows_of(path: str, members: Any) -> Iterator[tuple[str, str]]:
         return
     is_documented = inspect.isclass(target) or inspect.isroutine(target)
     text = docstring(target) if is_documented else docstring_of_constant(module, name)
-    yield called(name, target), text
+    yield name if members == "docstring" else called(name, target), text
     methods = members if isinstance(members, list) else []
     for member in (member for member in methods if hasattr(target, member)):
         value = inspect.getattr_static(target, member)
@@ -49,18 +53,44 @@ def rows_of(path: str, members: Any) -> Iterator[tuple[str, str]]:
 
 
 def called(name: str, target: Any) -> str:
-    """Return a name, of a function or a method with its parameters."""
-    if not inspect.isfunction(target):
+    """Return a name; of a function, a method or a class with the parameters that fit a line."""
+    if not inspect.isfunction(target) and not inspect.isclass(target) or has_no_parameters(target):
         return name
-    parameters = [each.name for each in inspect.signature(target).parameters.values()]
-    shown = [parameter for parameter in parameters if parameter not in ("self", "cls")]
-    if len(shown) > MOST_PARAMETERS:
-        shown = [*shown[:MOST_PARAMETERS], "…"]
-    return f"{name}({', '.join(shown)})"
+    signature = inspect.signature(target)
+    line, end = f"{name}(", ")"
+    if inspect.isfunction(target) and signature.return_annotation not in ("None", "Any"):
+        end = f") -> {signature.return_annotation}"
+    shown = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
+    for number, parameter in enumerate(shown):
+        text = ", " * bool(number) + described(parameter)
+        if len(f"{line}{text}, …{end}") > LONGEST_LINE:
+            return f"{line}{', ' * bool(number)}…{end}"
+        line += text
+    return f"{line}{end}"
 
 
-MOST_PARAMETERS = 4
-"""Parameters that a table shows of a function."""
+LONGEST_LINE = 82
+"""Columns of the longest signature; further parameters are three dots."""
+
+
+def has_no_parameters(target: Any) -> bool:
+    """Return whether nobody constructs the class, or its parameters are the keys of a section."""
+    is_class = inspect.isclass(target)
+    return is_class and issubclass(target, BaseException | enum.Enum | Section | CheckpointMixin)
+
+
+def described(parameter: inspect.Parameter) -> str:
+    """Return a parameter with its type and its default; a default of None is not in the type."""
+    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    kind = "" if parameter.annotation in ("Any", parameter.empty) else f": {parameter.annotation}"
+    kind = kind.removesuffix(" | None" if parameter.default is None else " ")
+    if kind.count("|") > 1 and "[" not in kind.partition("|")[0]:
+        kind = f"{kind.partition(' |')[0]} | …"
+    text = f"{stars.get(parameter.kind, '')}{parameter.name}{kind}"
+    if parameter.default is parameter.empty:
+        return text
+    is_plain = isinstance(parameter.default, int | float | str | tuple | None)
+    return f"{text}{' = ' if kind else '='}{parameter.default!r}" if is_plain else f"{text} = …"
 
 
 def docstring(target: Any) -> str:
@@ -87,6 +117,6 @@ def docstring_of_constant(module: str, name: str) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of a docstring, as a cell of a table."""
+    """Return the first sentence of a docstring, without a colon at its end."""
     paragraph = " ".join(text.split("\n\n")[0].split())
-    return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0].rstrip(":").replace("|", "\\|")
+    return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0].rstrip(":")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 from api_tables import PAGES as API_PAGES
-from api_tables import name_table
+from api_tables import name_list
 from cards import (
     Card,
     correction_table,
@@ -760,7 +760,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "estimator-cards": ("cards.md", estimator_card_list),
     "policy-loss-cards": ("cards.md", policy_loss_card_list),
     **{
-        f"api-{section}": (page, partial(name_table, page, section))
+        f"api-{section}": (page, partial(name_list, page, section))
         for page, sections in API_PAGES.items()
         for section in sections
     },

@@ -90,10 +90,22 @@ def test_the_api_pages_show_every_name_with_a_meaning_without_mkdocs() -> None:
     for page, sections in API.items():
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         assert ":::" not in text
-        shown = {*re.findall(r"^`(\w+)[^`]*`\|\S+ \S+", text, re.M)}
+        shown = {*re.findall(r"^`(\w+)[^`]*`  \n\S+ \S+", text, re.M)}
         names = {path.rpartition(".")[2] for paths in sections.values() for path in paths}
         assert names - {"protocol", "errors"} - shown == set()
         assert len(shown) > 15
+
+
+def test_the_api_pages_show_parameters_with_types_and_defaults() -> None:
+    lines = [
+        *("`place_at_last_token(values: Tensor, mask: Tensor) -> Tensor`",),
+        *("`PPO.fit(steps: int = None, num_episodes: int = None, …) -> RunResult`", "`GRPO`"),
+        *("`Observation(text: str, reward: float = 0.0, images: Sequence[Any] = ())`",),
+    ]
+    pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in API)
+    assert [line for line in lines if f"\n{line}  \n" not in pages] == []
+    signatures = re.findall(r"^(`.*`)  $", pages, re.M)
+    assert max(map(len, signatures)) <= 90
 
 
 def test_the_site_adds_the_docstrings_to_the_api_tables() -> None:
