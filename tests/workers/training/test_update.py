@@ -11,7 +11,7 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, started, tiny_config
 from workers.config import OptimConfig, ParallelConfig
 from workers.roles.actor import ActorWorker
-from workers.training import update_model
+from workers.training import update
 from workers.training.update import WeightSample
 
 NAME = "actor/weights_changed_fraction"
@@ -34,7 +34,7 @@ def test_a_tiny_learning_rate_changes_nearly_nothing(tiny_dir: Path, dtype: str)
 
 def fraction_of_planted_changes(tiny_dir: Path, layout: dict[str, int]) -> float:
     """Return the fraction after a third of the rows of every matrix changed."""
-    update_model.LARGEST_SAMPLE = 100
+    update.LARGEST_SAMPLE = 100
     config = tiny_config(tiny_dir, parallel=ParallelConfig(**layout))
     engine = started(ActorWorker, config, 10).engine
     with engine.running():
