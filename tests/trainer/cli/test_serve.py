@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from trainer.cli import serve
-from trainer.serve import server
+from trainer.serve import app
 
 
 def test_the_key_may_be_in_an_environment_variable(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     keys: list[str] = []
-    monkeypatch.setattr(server, "serve", lambda *arguments: keys.append(arguments[3]))
+    monkeypatch.setattr(app, "serve", lambda *arguments: keys.append(arguments[3]))
     words = [f"{tiny_dir}/model", f"trainer.default_local_dir={tmp_path}", "trainer.device=cpu"]
     words += ["data.max_prompt_length=32", "data.max_response_length=16"]
     monkeypatch.setenv("MY_KEY", "tml-secret")
