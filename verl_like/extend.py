@@ -82,7 +82,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.rollout.sample import Sample as Sample
     from workers.rollout.sampling import sample_seed as sample_seed
     from workers.rollout.vllm.worker import WorkerExtension as WorkerExtension
-    from workers.training.checkpoint_calls import CheckpointMixin as CheckpointMixin
+    from workers.training.checkpoints.calls import CheckpointMixin as CheckpointMixin
     from workers.training.loss import Loss as Loss
     from workers.training.microbatch import MicroBatchBudget as MicroBatchBudget
     from workers.training.microbatch import MiniBatch as MiniBatch

@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_like import Dispatch, register
 from verl_like.errors import CheckpointError
 from workers.roles.actor import ActorWorker
-from workers.training.checkpoint_copies import Files
+from workers.training.checkpoints.background_copies import Files
 
 LIMIT_S = 60.0
 

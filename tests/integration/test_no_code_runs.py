@@ -27,8 +27,8 @@ from workers.config import ModelConfig
 from workers.models.causal_lm import empty_model
 from workers.models.load import load_weights
 from workers.roles.actor import ActorWorker
-from workers.training.manifest import read_manifest
-from workers.training.shards import read_shards
+from workers.training.checkpoints.manifest import read_manifest
+from workers.training.checkpoints.shards import read_shards
 
 
 class Witness:

@@ -29,7 +29,7 @@ from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
 from verl_like.files import why_not_writable
 from verl_like.terminal import usage_of
-from workers.training.manifest import ADAPTER
+from workers.training.checkpoints.manifest import ADAPTER
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -184,7 +184,7 @@ def check_checkpoint_of(config: RunConfig, role: str, model: RoleModelSpec) -> N
         return  # with automatic resume, the folder has the same settings
     folder = Path(trainer.resume_from_path).resolve() / role
     if (folder / "shards").is_dir():
-        from workers.training.checkpoint_export import check_checkpoint_model  # imports torch
+        from workers.training.checkpoints.export import check_checkpoint_model  # imports torch
 
         check_checkpoint_model(folder, model.model, model.head)
 

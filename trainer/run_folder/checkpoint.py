@@ -42,7 +42,7 @@ from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, VerlLikeError, WorkerError
 from verl_like.files import draft_beside, json_objects, replace_folder, write_whole
-from workers.training.manifest import add_files
+from workers.training.checkpoints.manifest import add_files
 
 AFTER_LOSS_S = 10.0
 """Seconds to wait for a checkpoint after a worker is lost, because it may have been a writer."""

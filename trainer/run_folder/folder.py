@@ -61,7 +61,7 @@ from verl_like.files import (
     write_whole,
 )
 from verl_like.masking import mask_text, masked
-from workers.training.manifest import MANIFEST, MARKER, reject_missing
+from workers.training.checkpoints.manifest import MANIFEST, MARKER, reject_missing
 
 CONFIG_FILE, CHANGES_FILE = "config.yaml", "changes.jsonl"
 PACKAGES = (

@@ -41,7 +41,7 @@ from verl_like.files import (
     write_whole,
 )
 from verl_like.remote_files import RemoteFolder, describe, fetched, version_of
-from workers.training.manifest import MARKER
+from workers.training.checkpoints.manifest import MARKER
 
 KEY = "trainer.default_local_dir"
 START_KEY = "trainer.resume_from_path"

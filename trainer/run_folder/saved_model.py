@@ -26,7 +26,13 @@ from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, DamagedCheckpointError, nearest
 from workers.config import ModelConfig
 from workers.models.folder import is_on_hub, model_folder
-from workers.training.manifest import ADAPTER, MANIFEST, MARKER, read_manifest, reject_changed
+from workers.training.checkpoints.manifest import (
+    ADAPTER,
+    MANIFEST,
+    MARKER,
+    read_manifest,
+    reject_changed,
+)
 
 SECTIONS = ("{role}.model", "actor_rollout_ref.model", "model")
 """Sections where a configuration may have the model of a role; the first existing one counts."""
@@ -66,7 +72,7 @@ class SavedModel:
                     (out / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy2(self.folder / name, out / name)
             return
-        from workers.training.checkpoint_export import export_checkpoint
+        from workers.training.checkpoints.export import export_checkpoint
 
         settings = {name: self.config[name] for name in ("score_at",) if self.config.get(name)}
         export_checkpoint(

@@ -268,7 +268,7 @@ class Worker:
         """Save a checkpoint; return True if files are still being written in the background.
 
         The driver calls this method if `trainer.async_save` is true; see
-        `workers.training.checkpoint_copies`.
+        `workers.training.checkpoints.background_copies`.
         """
         self.save_checkpoint(path, step)
         return False

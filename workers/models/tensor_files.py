@@ -1,6 +1,6 @@
 """Write safetensors files, immediately or in the background.
 
-`workers.training.checkpoint_copies` writes in the background.
+`workers.training.checkpoints.background_copies` writes in the background.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from workers.models.precision import rollout_dtype
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build_engine import takes_adapter
-from workers.training.checkpoint_calls import CheckpointMixin
+from workers.training.checkpoints.calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import lm_loss

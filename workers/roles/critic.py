@@ -24,7 +24,7 @@ from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
 from workers.losses.value import compute_value_loss
 from workers.models.precision import precision_of
 from workers.roles.model_worker import TRAIN, VERB, MakesLoss, ModelWorker
-from workers.training.checkpoint_calls import CheckpointMixin
+from workers.training.checkpoints.calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import utilization

@@ -20,7 +20,7 @@ from workers.columns import SEQUENCE_COLUMNS, batch_columns
 from workers.config import FrozenFSDPConfig, WorkersConfig, is_actors_module, reference_model
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
-from workers.training.checkpoint_calls import BackgroundSaves
+from workers.training.checkpoints.calls import BackgroundSaves
 from workers.training.engine import TrainEngine
 from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget

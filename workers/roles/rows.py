@@ -19,7 +19,7 @@ from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
-from workers.training.checkpoint_calls import CheckpointMixin
+from workers.training.checkpoints.calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import memory_in_use, utilization

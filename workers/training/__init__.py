@@ -1,1 +1,1 @@
-"""The training engine and its parts: optimizer, micro-batches, packing, attention, checkpoints."""
+"""The training engine and its parts: passes, packing, attention, the optimizer, one update."""

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from workers.models.state import local_rows, local_shard, named_state, persistent_buffers
 from workers.models.tensor_files import WRITE_NOW
-from workers.training.checkpoint_copies import FileCopies
+from workers.training.checkpoints.background_copies import FileCopies
+from workers.training.checkpoints.shards import Ranks, read_shards, write_shards
 from workers.training.engine import TrainEngine
-from workers.training.shards import Ranks, read_shards, write_shards
 from workers.weights.module_writer import ExpectedTensors
 
 

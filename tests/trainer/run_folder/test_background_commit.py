@@ -16,7 +16,7 @@ from tests.waiting import LIMIT_S
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.folder import committed, read_marker
 from verl_like.errors import CheckpointError, WorkerDiedError
-from workers.training.manifest import NUMBERS, read_manifest, write_manifest
+from workers.training.checkpoints.manifest import NUMBERS, read_manifest, write_manifest
 
 
 def future_of(work: Any) -> Any:

@@ -23,7 +23,7 @@ from trainer.tools.report.page import write_report
 from trainer.tools.report.read import read_run
 from verl_like.errors import CheckpointError, DamagedCheckpointError
 from verl_like.files import fingerprint
-from workers.training.manifest import read_manifest
+from workers.training.checkpoints.manifest import read_manifest
 
 
 def roles() -> dict[str, Any]:

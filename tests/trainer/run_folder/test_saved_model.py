@@ -12,7 +12,7 @@ import pytest
 from trainer.run_folder.folder import write_marker
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import CheckpointError, DamagedCheckpointError
-from workers.training.manifest import NUMBERS, write_manifest
+from workers.training.checkpoints.manifest import NUMBERS, write_manifest
 
 PPO = {
     "actor_rollout_ref.model.path": "policy",

@@ -31,8 +31,8 @@ from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
+from workers.training.checkpoints.huggingface import export_huggingface
 from workers.training.engine import INPUTS
-from workers.training.hf_export import export_huggingface
 from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch

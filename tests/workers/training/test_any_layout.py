@@ -19,7 +19,7 @@ from workers.config import ParallelConfig
 from workers.models.state import local_shard
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
-from workers.training.checkpoint import averages, optimizer_state, weights
+from workers.training.checkpoints.save_load import averages, optimizer_state, weights
 
 LAYOUTS = {"one process": axes.Layout(1, ()), **axes.LAYOUTS}
 del LAYOUTS["ep x tp"]

@@ -2,7 +2,7 @@
 
 This file is a program without torch:
 
-    python -I -S checkpoint_copy_process.py <descriptor of the memory> <number of bytes> <file>
+    python -I -S copy_process.py <descriptor of the memory> <number of bytes> <file>
 
 It prints the fingerprint as JSON when everything is on disk, or `{"error": ...}`. It exits early if
 its standard input closes, because the worker that started it has then ended.

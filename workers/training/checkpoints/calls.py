@@ -1,7 +1,7 @@
 """The calls of workers that save and load checkpoints: `save_checkpoint`, `load_checkpoint`.
 
-`workers.training.checkpoint` writes and reads the folders, `workers.training.checkpoint_copies`
-writes files while training continues.
+`save_load.py` writes and reads the folders, `background_copies.py` writes files while training
+continues.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from verl_like.process.worker import Worker
 from workers.models.tensor_files import LEAST_BYTES
 
 if TYPE_CHECKING:
-    from workers.training.checkpoint_copies import FileCopies, Files
+    from workers.training.checkpoints.background_copies import FileCopies, Files
     from workers.training.engine import TrainEngine
     from workers.training.moving_average import WeightAverage
 
@@ -37,7 +37,7 @@ class BackgroundSaves(Worker):
         Return True if any file was copied.
         """
         if self._own_copies is None:
-            from workers.training.checkpoint_copies import FileCopies
+            from workers.training.checkpoints.background_copies import FileCopies
 
             self._own_copies = FileCopies(self.background_from_bytes)
         self._own_copies.begin(Path(path))
@@ -95,7 +95,7 @@ class CheckpointMixin(BackgroundSaves):
         unchanged. Files that `self.copies` takes are written later, into a folder that nobody reads
         yet.
         """
-        from workers.training.checkpoint import save
+        from workers.training.checkpoints.save_load import save
 
         wanted = self.config.checkpoint.save_contents if contents is None else contents
         save(self.engine, self.average, Path(path), step, wanted, self.copies)
@@ -103,7 +103,7 @@ class CheckpointMixin(BackgroundSaves):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_model(self, path: str) -> None:
         """Write the model into the folder `path` for `from_pretrained`."""
-        from workers.training.checkpoint import export
+        from workers.training.checkpoints.save_load import export
 
         export(self.engine, Path(path))
 
@@ -113,6 +113,6 @@ class CheckpointMixin(BackgroundSaves):
 
         Raise if the folder is damaged or belongs to another model.
         """
-        from workers.training.checkpoint import load
+        from workers.training.checkpoints.save_load import load
 
         load(self.engine, self.average, Path(path))

@@ -7,7 +7,7 @@
     lora_adapter/       the adapter in peft's format, if the model has one
 
 Everything is first written to `<folder>.part`, which is then renamed. With background writing
-(`checkpoint_copies`), files go into the folder itself; the driver adds them to the manifest and
+(`background_copies`), files go into the folder itself; the driver adds them to the manifest and
 renames the folder of the step when everything is on disk. Tensors are stored by parameter name at
 full shape, so another number of ranks, another strategy, or a plain module can load them. With LoRA
 only trained weights are stored: the base comes from the model's path. Ranks agree after each stage,
@@ -30,18 +30,18 @@ from verl_like.files import file_fault, fingerprint, replace_folder
 from verl_like.process.random_state import load_random_state, save_random_state
 from workers.models.state import persistent_buffers
 from workers.models.tensor_files import WRITE_NOW, FileWriter
-from workers.training.manifest import (
+from workers.training.checkpoints.manifest import (
     ADAPTER,
     loaded_files,
     read_manifest,
     reject_damaged,
     write_manifest,
 )
-from workers.training.shards import Ranks, read_shards, stored_tensors, write_shards
+from workers.training.checkpoints.shards import Ranks, read_shards, stored_tensors, write_shards
 from workers.weights.module_writer import describe_problems
 
 if TYPE_CHECKING:
-    from workers.training.checkpoint_copies import FileCopies
+    from workers.training.checkpoints.background_copies import FileCopies
     from workers.training.engine import TrainEngine
     from workers.training.moving_average import WeightAverage
 
@@ -101,7 +101,7 @@ def _write_part(
         ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
     _write_adapter(engine, ranks, part, writer)
     if "hf_model" in contents:
-        from workers.training.hf_export import export_huggingface
+        from workers.training.checkpoints.huggingface import export_huggingface
 
         exported, is_first = part / "huggingface", ranks.mine == 0
         ranks.run_on_all(lambda: export_huggingface(engine, exported, is_first, writer=writer))
@@ -120,7 +120,7 @@ def _write_part(
 
 def export(engine: TrainEngine, folder: Path) -> None:
     """Write the model into the folder for `from_pretrained`; every rank calls this."""
-    from workers.training.hf_export import export_huggingface
+    from workers.training.checkpoints.huggingface import export_huggingface
 
     ranks = Ranks(engine.groups.world, f"the model {folder} was not written")
     is_first = ranks.mine == 0

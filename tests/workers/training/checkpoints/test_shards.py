@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.workers.kept_ranks import run_kept
 from verl_like.errors import CheckpointError, DamagedCheckpointError
 from workers.models.tensor_files import DTYPES
-from workers.training.shards import PLACES, read_shards, write_shards
+from workers.training.checkpoints.shards import PLACES, read_shards, write_shards
 
 
 def of_every_type() -> dict[str, Tensor]:

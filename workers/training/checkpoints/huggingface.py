@@ -25,7 +25,7 @@ from workers.models.folder import model_folder
 from workers.models.precision import dtype_of
 from workers.models.state import persistent_buffers
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_model_file
-from workers.training.manifest import MARKER
+from workers.training.checkpoints.manifest import MARKER
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig

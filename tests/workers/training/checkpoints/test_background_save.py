@@ -16,9 +16,9 @@ from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
 from workers.models.tensor_files import WRITE_NOW
 from workers.roles.actor import ActorWorker
-from workers.training import checkpoint_copies
-from workers.training.checkpoint_copies import FileCopies
-from workers.training.manifest import add_files
+from workers.training.checkpoints import background_copies
+from workers.training.checkpoints.background_copies import FileCopies
+from workers.training.checkpoints.manifest import add_files
 
 
 class BackgroundActor(ActorWorker):
@@ -96,7 +96,7 @@ def test_a_small_checkpoint_is_written_at_once(one_layer_dir: Path, tmp_path: Pa
 def test_without_memory_for_copies_files_are_written_at_once_and_one_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(checkpoint_copies, "free_memory_gib", lambda: 0.0625)
+    monkeypatch.setattr(background_copies, "free_memory_gib", lambda: 0.0625)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     copies = FileCopies(least_bytes=1)
     copies.begin(tmp_path)

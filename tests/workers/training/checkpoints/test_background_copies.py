@@ -18,8 +18,8 @@ from tests.waiting import wait_until
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
 from verl_like.process.machine import children
-from workers.training import checkpoint_copies, checkpoint_copy_process
-from workers.training.checkpoint_copies import LOWEST_PRIORITY, FileCopies, Files
+from workers.training.checkpoints import background_copies, copy_process
+from workers.training.checkpoints.background_copies import LOWEST_PRIORITY, FileCopies, Files
 
 LIMIT_S = 60.0
 NUM_BYTES = 100_001
@@ -54,7 +54,7 @@ def halted(copies: FileCopies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A write whose process has written one block."""
     program = tmp_path / "program.py"
     program.write_text(HALTING)
-    monkeypatch.setattr(checkpoint_copy_process, "__file__", str(program))
+    monkeypatch.setattr(copy_process, "__file__", str(program))
     pool = ThreadPoolExecutor(1)
     writing = pool.submit(copies.write)
     pool.shutdown(wait=False)
@@ -81,7 +81,7 @@ def test_a_writer_process_writes_the_file_and_exits(
 ) -> None:
     before = own_children()
     with monkeypatch.context() as patch:
-        patch.delattr(checkpoint_copy_process, "write_file")  # this process cannot write
+        patch.delattr(copy_process, "write_file")  # this process cannot write
         files = copies.write()
     assert is_whole(files, tmp_path / "file")
     assert own_children() == before
@@ -150,11 +150,11 @@ def test_a_full_disk_is_an_error_with_the_path() -> None:
 
 def test_a_writer_process_ends_with_its_worker(copies: FileCopies, tmp_path: Path) -> None:
     (copy,) = copies._files.values()
-    block = checkpoint_copy_process.BLOCK_BYTES
+    block = copy_process.BLOCK_BYTES
     os.ftruncate(copy.descriptor, 3 * block)
     done = subprocess.run(
         [
-            *(sys.executable, "-I", "-S", checkpoint_copy_process.__file__),
+            *(sys.executable, "-I", "-S", copy_process.__file__),
             *(str(copy.descriptor), str(3 * block), str(tmp_path / "file")),
         ],
         input=b"",  # closed, as if the worker were killed
@@ -169,20 +169,20 @@ def test_a_writer_process_ends_with_its_worker(copies: FileCopies, tmp_path: Pat
 def test_a_file_is_written_in_blocks_and_from_an_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_copy_process, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(copy_process, "BLOCK_BYTES", 4096)
     path, contents, blocks = tmp_path / "file", memoryview(CONTENTS.numpy()), list[float]()
     path.write_bytes(b"of a longer file" * NUM_BYTES)
-    written = checkpoint_copy_process.write_file(path, contents, after_block=blocks.append)
+    written = copy_process.write_file(path, contents, after_block=blocks.append)
     assert written == fingerprint(path)
     assert path.read_bytes() == contents
     assert len(blocks) == -(-NUM_BYTES // 4096)
     os.truncate(path, 5000)
-    assert checkpoint_copy_process.write_file(path, contents, 5000) == fingerprint(path)
+    assert copy_process.write_file(path, contents, 5000) == fingerprint(path)
     assert path.read_bytes() == contents
 
 
 def test_a_deleted_copy_frees_its_memory() -> None:
-    copy = checkpoint_copies._FileCopy()
+    copy = background_copies._FileCopy()
     inode = os.fstat(copy.descriptor).st_ino
     assert inode in open_files()
     del copy
@@ -212,7 +212,7 @@ def test_page_locked_memory_is_unlocked_before_it_is_unmapped(
         cudaHostRegister=register, cudaHostUnregister=lambda address: calls.append((address,))
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    copy = checkpoint_copies._FileCopy()
+    copy = background_copies._FileCopy()
     addresses = []
     for num_bytes in (10, 5, 10_000):
         copy._hold(num_bytes, pinned=True)
@@ -222,7 +222,7 @@ def test_page_locked_memory_is_unlocked_before_it_is_unmapped(
     del copy
     assert calls[3:] == [(second,)]
 
-    checkpoint_copies._FileCopy()._hold(10, pinned=True)
+    background_copies._FileCopy()._hold(10, pinned=True)
     (warning,) = caplog.messages
     assert len(calls) == 5
     assert warning.startswith("0.00 GiB were not page-locked (CUDA error 2)")
@@ -231,7 +231,7 @@ def test_page_locked_memory_is_unlocked_before_it_is_unmapped(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_memory_for_gpu_tensors_is_page_locked_after_it_grows() -> None:
-    copy = checkpoint_copies._FileCopy()
+    copy = background_copies._FileCopy()
     for num_bytes in (NUM_BYTES, 3 * NUM_BYTES):
         copy._hold(num_bytes, pinned=True)
         assert copy.bytes.is_pinned()

@@ -7,7 +7,7 @@ The driver calls, on every rank of a role that inherits from `BackgroundSaves`:
     write_checkpoint()               # concurrent with training: write the copies
     hurry_checkpoint(is_wanted)      # concurrent: finish soon, or stop writing
 
-A low-priority process writes a file (`workers.training.checkpoint_copy_process`). A thread would
+A low-priority process writes a file (`workers.training.checkpoints.copy_process`). A thread would
 hold the GIL from time to time, and at low priority it might not release the GIL soon. If the
 process is killed, this process writes the rest.
 """
@@ -35,7 +35,7 @@ from verl_like.errors import CheckpointError
 from verl_like.process.machine import free_memory_gib
 from workers.models.tensor_files import LEAST_BYTES, FileWriter, byte_view
 from workers.parallel.offload import lock_pages
-from workers.training import checkpoint_copy_process
+from workers.training.checkpoints import copy_process
 
 MOST_OF_FREE = 0.5
 """Largest fraction of the free host memory that new copies, one per rank of the host, may take."""
@@ -143,11 +143,11 @@ class FileCopies(FileWriter):
                 )
 
         check_not_dropped()
-        return checkpoint_copy_process.write_file(path, copy.contents, start, check_not_dropped)
+        return copy_process.write_file(path, copy.contents, start, check_not_dropped)
 
     def _start(self, path: Path, copy: _FileCopy) -> subprocess.Popen[bytes] | None:
         """Start the writing process; return None if a caller waits or the process cannot start."""
-        program = [sys.executable, "-I", "-S", checkpoint_copy_process.__file__]
+        program = [sys.executable, "-I", "-S", copy_process.__file__]
         with self._lock:
             if self._is_waited_for:
                 return None

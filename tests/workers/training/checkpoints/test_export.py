@@ -16,7 +16,7 @@ from verl_like.errors import CheckpointError
 from workers.config import ModelConfig, OptimConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training.checkpoint_export import export_checkpoint
+from workers.training.checkpoints.export import export_checkpoint
 
 CONTENTS = ["model", "optimizer", "hf_model"]
 

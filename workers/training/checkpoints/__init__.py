@@ -1,0 +1,1 @@
+"""Checkpoints of a role: saved, loaded and exported; begin with `save_load.py`."""
