@@ -151,8 +151,9 @@ def check(
             with suppress(VerlLikeError):
                 describe = trainer_cls.recipe.describe
                 for memory in describe(config, trainer_cls, True)[:1]:
-                    for line in () if memory.startswith(UNKNOWN) else memory.splitlines():
-                        error.add_note(line)
+                    if not memory.startswith(UNKNOWN):
+                        for line in memory.splitlines():
+                            error.add_note(line)
             raise
         if plan is not None:
             print(plan(config), flush=True)

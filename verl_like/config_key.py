@@ -240,7 +240,9 @@ def settable_arguments(entry: Callable[..., Any]) -> dict[str, Argument]:
         except NameError:  # a type that only a checker imports: accept any value
             hints = {}
         signature = signature_of(function)
-        for name, parameter in signature.parameters.items() if signature else ():
+        if signature is None:
+            continue
+        for name, parameter in signature.parameters.items():
             is_option = is_class or parameter.kind is parameter.KEYWORD_ONLY
             if is_option and parameter.default is not parameter.empty:
                 hint = hints.get(name, object)

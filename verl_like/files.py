@@ -202,8 +202,11 @@ def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]
 
     For example, a killed process leaves half a line. A file that does not exist has no lines.
     """
-    objects, num_broken = [], 0
-    for line in lines_of(path) if path.is_file() else ():
+    objects: list[dict[str, Any]] = []
+    num_broken = 0
+    if not path.is_file():
+        return objects, num_broken
+    for line in lines_of(path):
         if text not in line:
             continue
         try:

@@ -46,8 +46,10 @@ def _ipv4_address(name: str) -> str:
 
 def adapters(folder: Path = INFINIBAND) -> dict[str, str]:
     """Return InfiniBand adapter -> the state of its first port, such as ACTIVE."""
+    if not folder.is_dir():
+        return {}
     states = {}
-    for adapter in sorted(folder.iterdir()) if folder.is_dir() else []:
+    for adapter in sorted(folder.iterdir()):
         state = adapter / "ports" / "1" / "state"
         text = state.read_text(encoding="utf-8") if state.is_file() else ""
         states[adapter.name] = text.rpartition(":")[2].strip() or "unknown"

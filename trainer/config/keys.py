@@ -139,9 +139,10 @@ def keys_by_name(schema: type) -> Mapping[str, Key]:
         if rules.may_change_on_resume is None:
             rules = replace(rules, may_change_on_resume=may_change)
         key = keys[field.name] = Key(field.name, kinds[field.name], rules)
-        for below in config_keys(key.kind) if key.is_section else ():
-            name = f"{field.name}.{below.name}"
-            keys[name] = replace(below, name=name)
+        if key.is_section:
+            for below in config_keys(key.kind):
+                name = f"{field.name}.{below.name}"
+                keys[name] = replace(below, name=name)
     never_read: Mapping[str, Sequence[str]] = getattr(schema, "never_read", {})
     for reason, names in never_read.items():
         never = ReadWhen("never in this recipe", lambda *_: False, reason)
@@ -158,9 +159,10 @@ def named_keys(schema: type) -> Mapping[str, Key]:
         return _named_keys_of[schema]
     keys = dict(keys_by_name(schema))
     for key in [*keys.values()]:
-        for option in config_keys(key.rules.options) if key.rules.options else ():
-            name = f"{key.name}.{option.name}"
-            keys[name] = replace(option, name=name)
+        if key.rules.options:
+            for option in config_keys(key.rules.options):
+                name = f"{key.name}.{option.name}"
+                keys[name] = replace(option, name=name)
     _named_keys_of[schema] = keys
     return keys
 
@@ -279,6 +281,7 @@ def keys_that_differ(schema: type, before: Mapping[str, Any], now: Mapping[str, 
 
 def read(config: Any, name: str) -> Any:
     """Return the value at a dotted key; "" is the configuration itself."""
-    for part in name.split(".") if name else ():
-        config = getattr(config, part)
+    if name:
+        for part in name.split("."):
+            config = getattr(config, part)
     return config

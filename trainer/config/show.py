@@ -89,9 +89,10 @@ def annotated_yaml(
     tree = OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True)
     assert isinstance(tree, dict), "the root of a configuration is a mapping"
     docs = dict(field_docs(schema)) if meanings else {}
-    for key in leaf_keys(schema) if meanings else ():
-        if key.rules.options is not None:
-            docs |= field_docs(key.rules.options, f"{key.name}.")
+    if meanings:
+        for key in leaf_keys(schema):
+            if key.rules.options is not None:
+                docs |= field_docs(key.rules.options, f"{key.name}.")
     lines = [*_lines(without_keys(tree, left_out), "", keys, docs)]
     if left_out:
         lines.append(

@@ -30,10 +30,11 @@ def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
     for key, section in leaves_of_items(config):
         if key.name.partition(".")[0].partition("[")[0] in sections:
             is_set = getattr(section, key.leaf) != getattr(type(section)(), key.leaf)
-            for condition in key.rules.read_when if is_set else ():
-                if not condition.holds(section, config):
-                    yield notice_of([key.name], condition.missing(key.section, config))
-                    break
+            if is_set:
+                for condition in key.rules.read_when:
+                    if not condition.holds(section, config):
+                        yield notice_of([key.name], condition.missing(key.section, config))
+                        break
 
 
 def unused_reason(config: RunConfig, name: str) -> str | None:

@@ -419,8 +419,9 @@ def tokens_by_sample(batch: DataProto) -> dict[SampleKey, int]:
 def tokens_given_up(batch: DataProto | None) -> Counter[str]:
     """Return the number of tokens that trajectories discarded at a restart, by reason."""
     counts = Counter[str]()
-    for info in () if batch is None else batch.non_tensor_batch.get("trajectory", ()):
-        counts.update(info.get("given_up_tokens", {}))  # padding rows have none
+    if batch is not None:
+        for info in batch.non_tensor_batch.get("trajectory", ()):
+            counts.update(info.get("given_up_tokens", {}))  # padding rows have none
     return counts
 
 

@@ -88,9 +88,10 @@ def role_memories(
             engine, sync=sync_bytes(declared_models(config)["actor"], actor, device_type)
         )
     by_role["rollout"] = replace(engine, sleeps=rests)
-    for role in model_rewards(config) if rests else ():  # they may score between generations
-        if role in by_role and by_role[role].pool == engine.pool:
-            by_role[role] = replace(by_role[role], beside_engine=True)
+    if rests:  # they may score between generations
+        for role in model_rewards(config):
+            if role in by_role and by_role[role].pool == engine.pool:
+                by_role[role] = replace(by_role[role], beside_engine=True)
     return list(by_role.values())
 
 
@@ -106,9 +107,10 @@ def sizes_of_step(config: PPOConfig) -> list[CallSize]:
     nodes, problem = trace_step(config, our_class(trainer_class(config)))
     sizes = call_sizes(config, nodes)
     samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-    for role, model in declared_models(config).items() if problem else ():
-        for method in ("forward", "update_model")[: 1 + model.trains]:
-            sizes.append(call_size(config, model, role, method, samples))
+    if problem:
+        for role, model in declared_models(config).items():
+            for method in ("forward", "update_model")[: 1 + model.trains]:
+                sizes.append(call_size(config, model, role, method, samples))
     return sizes
 
 

@@ -155,13 +155,14 @@ def check_models(config: PPOConfig) -> None:
     # a mini-batch needs at least as many passes as the pipeline has ranks
     trained = {role: model for role, model in models.items() if model.trains}
     has_stages = any(model.sharding.pp > 1 for model in trained.values())
-    for role, model in trained.items() if has_stages else ():
-        if model.mini_batch is not None:
-            section = model.section.removesuffix(".model")
-            rows = f"{section}.ppo_mini_batch_size", model.mini_batch
-            at_once = None if policy.actor.use_dynamic_bsz else model.trained_rows
-            key = f"{section}.ppo_micro_batch_size_per_gpu"
-            check_passes(config, role, model, rows, (key, at_once))
+    if has_stages:
+        for role, model in trained.items():
+            if model.mini_batch is not None:
+                section = model.section.removesuffix(".model")
+                rows = f"{section}.ppo_mini_batch_size", model.mini_batch
+                at_once = None if policy.actor.use_dynamic_bsz else model.trained_rows
+                key = f"{section}.ppo_micro_batch_size_per_gpu"
+                check_passes(config, role, model, rows, (key, at_once))
 
     engine = resolve_engine(policy.rollout.name, devices_of(config.trainer).type)
     if "actor" in models and config.trainer.simulate is None:

@@ -226,7 +226,10 @@ class ResumePoint:
             write_whole(metrics, json_lines(line for line in lines if line.get("step") in steps))
         for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
             if path.stem.isdecimal() and int(path.stem) > last:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
         _ = self.inputs  # computes the digests now, when the run reads the files
 
     def _find(self) -> Path | None:

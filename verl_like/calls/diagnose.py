@@ -60,10 +60,11 @@ def stacks_of_calls(loop: asyncio.AbstractEventLoop | None, runs_calls: CodeType
         if ident != asking and runs_calls in codes:
             text = "".join(traceback.format_stack(frame))
             parts.append(f"thread {names.get(ident, ident)}:\n{text}")
-    for task in asyncio.all_tasks(loop) if loop is not None else ():
-        text_of_task = io.StringIO()
-        task.print_stack(file=text_of_task)
-        parts.append(f"coroutine:\n{text_of_task.getvalue()}")
+    if loop is not None:
+        for task in asyncio.all_tasks(loop):
+            text_of_task = io.StringIO()
+            task.print_stack(file=text_of_task)
+            parts.append(f"coroutine:\n{text_of_task.getvalue()}")
     collective = _gpu_collective()
     if collective:
         parts.append(collective)

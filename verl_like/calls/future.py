@@ -392,8 +392,9 @@ def _look(waits: Sequence[_Wait], transport: Transport, watch: HangWatch) -> Non
     well = [wait for wait in waits if not wait.future.failures]
     try:
         names = ", ".join(dict.fromkeys(wait.future.name for wait in well))
-        for other in transport.companions if well else ():
-            other.check_idle(names)
+        if well:
+            for other in transport.companions:
+                other.check_idle(names)
     except WorkerDiedError as error:
         for wait in well:
             wait.future.fail(WorkerDiedError(str(error)))

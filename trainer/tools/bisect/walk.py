@@ -254,9 +254,11 @@ def same(x: Any, y: Any) -> bool:
 def decoded(steps: Pair, row: int | None, tokenizer: Any) -> list[str]:
     """Return the row and its neighbors of both sides as text, or as ids without a tokenizer."""
     lines: list[str] = []
+    if row is None:
+        return lines
     for name, step in zip("AB", steps, strict=True):
         rows = [*zip(step.ids("prompts"), step.ids("responses"), strict=False)]
-        for number in () if row is None else range(max(row - 1, 0), min(row + 2, len(rows))):
+        for number in range(max(row - 1, 0), min(row + 2, len(rows))):
             words = [
                 repr(tokenizer.decode(ids)) if tokenizer else str(ids.tolist()[:12])
                 for ids in rows[number]

@@ -70,9 +70,10 @@ def check_loss(
     chosen = [relation for relation in RELATIONS[subject.kind] if relation.__name__ not in left_out]
     batches = all_batches()
     _try(subject, chosen, batches)
-    for mode in AGGREGATIONS if "loss_agg_mode" in subject.reads else ():
-        with suppress(ConfigError):  # the loss does not support every aggregation
-            _try(replace(subject, mode=mode), chosen, batches[1::3])
+    if "loss_agg_mode" in subject.reads:
+        for mode in AGGREGATIONS:
+            with suppress(ConfigError):  # the loss does not support every aggregation
+                _try(replace(subject, mode=mode), chosen, batches[1::3])
     return [relation.__name__ for relation in chosen]
 
 

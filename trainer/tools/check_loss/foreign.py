@@ -91,7 +91,8 @@ def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject
     def call(batch: Batch) -> Tensor:
         cuts, trainer.num_processes = batch["num_micro_batches"], batch["dp_size"]
         trainer.current_gradient_accumulation_steps = trainer.steps_per_generation = cuts
-        inputs = _tokens(batch) if mode else _pairs(batch, 1 if trainer_name == "KTO" else 2)
+        sides = 1 if trainer_name == "KTO" else 2
+        inputs = _tokens(batch) if mode else _pairs(batch, sides)
         num_tokens = inputs["num_items_in_batch"] = torch.tensor(batch["batch_num_tokens"])
         loss: Tensor = trainer.compute_loss(_model, inputs, num_items_in_batch=num_tokens)
         return loss if trainer_name in ("GRPO", "SFT") else loss / cuts  # as `Trainer` does

@@ -39,8 +39,10 @@ class Thumbnails:
 
     def of(self, images: Any) -> list[Thumbnail]:
         """Return the thumbnails of the field `images` of a sample's line."""
+        if not isinstance(images, list):
+            return []
         shown = []
-        for image in images[:MOST_PER_SAMPLE] if isinstance(images, list) else ():
+        for image in images[:MOST_PER_SAMPLE]:
             row = image if isinstance(image, Mapping) else {}
             path, sha = str(row.get("path")), str(row.get("sha"))
             if (path, sha) not in self._uris and len(self._uris) < MOST_FILES:
