@@ -46,10 +46,10 @@ from workers.rollout.native.kv_cache import (
     slot_width,
 )
 from workers.rollout.native.module_forward import ModuleForward, grouped_decoding
-from workers.training.attention import packed_rows
-from workers.training.lm_head import TokenOutputs, columns_of_logits, in_chunks
 from workers.training.microbatch import MicroBatchBudget, RowColumns
-from workers.training.packing import RowPasses, model_inputs, read
+from workers.training.passes.attention import packed_rows
+from workers.training.passes.lm_head import TokenOutputs, columns_of_logits, in_chunks
+from workers.training.passes.packing import RowPasses, model_inputs, read
 
 LARGEST_ERROR = 3e-4
 """Largest relative error between two correct passes over a row; wrong ones are off by 2e-3 or more.

@@ -30,7 +30,7 @@ from workers.models.memory_shapes import Moments, StageOf, described_by, model_s
 from workers.models.precision import name_of, precision_of, rollout_dtype
 from workers.models.tensor_files import LEAST_BYTES
 from workers.parallel.sharding import ParallelDims, dims_of, is_one_unit
-from workers.training.lm_head import positions_per_chunk
+from workers.training.passes.lm_head import positions_per_chunk
 from workers.training.role_model_spec import RoleModelSpec
 
 GIB = 2**30
@@ -284,7 +284,7 @@ class _Rank:
             return of_logits + max(of_all + states, states * (at_once < largest.reads) + softmax)
 
         weight = shapes.trains_head * shapes.hidden_size * shapes.outputs_per_read
-        if at_once < largest.reads:  # in chunks (`workers.training.lm_head`), float32 gradient
+        if at_once < largest.reads:  # in chunks (`passes/lm_head.py`), float32 gradient
             return 2 * states + 4 * weight + of_logits + softmax
         gradient = weight * shapes.compute_bytes * (self.shards == 1)
         return states + of_logits + max(softmax, states + gradient)

@@ -11,9 +11,9 @@ import torch
 from verl_like.batch.protocol import DataProto
 from workers.parallel.fsdp import full_tensor
 from workers.training.engine import INPUTS
-from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch
+from workers.training.passes.lm_head import TokenOutputs
 
 Gradients = dict[str, torch.Tensor]
 THREE_ROWS = MicroBatchBudget(rows=3)

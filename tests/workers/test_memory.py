@@ -22,7 +22,8 @@ from workers.memory import LargestPass, engine_memory
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceWorker
-from workers.training import attention, lm_head, sharded_model
+from workers.training import sharded_model
+from workers.training.passes import attention, lm_head
 
 PROMPT, RESPONSE, ROWS_AT_ONCE = 192, 320, 2
 WIDTH = PROMPT + RESPONSE

@@ -117,7 +117,7 @@ def check_class_of(role: str, model: RoleModelSpec) -> None:
     """Reject a model whose files lack weights of its class, or that no pass computes correctly."""
     from workers.models.load import check_files
     from workers.models.support import Support
-    from workers.training.row_layout import row_kind  # slow: imports the engine, about 1 s
+    from workers.training.passes.row_layout import row_kind  # slow: imports the engine, about 1 s
 
     try:
         check_files(model.meta_module, model.model, model.head)

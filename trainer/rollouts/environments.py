@@ -15,7 +15,7 @@ from workers.agents.load_environment import in_full
 from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.columns import ENVIRONMENT
 from workers.models.folder import factor_border, model_folder, read_hf_config
-from workers.training.packing import SPLITS
+from workers.training.passes.packing import SPLITS
 
 
 def check_environment(config: Any, tokenizer: Any) -> dict[str, Kind]:

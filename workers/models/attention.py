@@ -1,7 +1,7 @@
 """Choose the attention implementation that a model is built with: sdpa or eager.
 
 FlashAttention is not an implementation here but a kernel for packed rows in training, which models
-use where it is available (`workers.training.varlen`). Passes over padded rows, and a rollout that
+use where it is available (`passes/varlen.py`). Passes over padded rows, and a rollout that
 decodes with the same module, use the implementation that is chosen here.
 """
 

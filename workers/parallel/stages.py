@@ -25,7 +25,7 @@ from workers.config import LARGEST_PASS
 from workers.parallel.fsdp import experts_of
 
 LARGEST_LOGITS = 256 * 2**20
-"""Bytes of the float32 logits of one chunk of positions (`workers.training.lm_head`); on a GPU,
+"""Bytes of the float32 logits of one chunk of positions (`passes/lm_head.py`); on a GPU,
 chunks of a large vocabulary are larger.
 """
 TRAINED, FROZEN = 4, 1

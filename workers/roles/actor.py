@@ -14,11 +14,11 @@ from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build_engine import takes_adapter
 from workers.training.checkpoints.calls import CheckpointMixin
 from workers.training.engine import TrainEngine
-from workers.training.lm_head import TokenOutputs
 from workers.training.loss import lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import pass_budget
 from workers.training.optim import moment_norms, norms_by_name
+from workers.training.passes.lm_head import TokenOutputs
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.update import update_model
 from workers.weights.transfer import WeightSender

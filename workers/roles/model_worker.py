@@ -29,10 +29,10 @@ from verl_like.calls.result import CallMetrics, CallResult
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.process.worker import Worker
 from workers.parallel.sharding import dims_of
-from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.optim import CONFIGURED, OptimStepSettings
+from workers.training.passes.lm_head import TokenOutputs
 
 MESH = "train"
 TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)

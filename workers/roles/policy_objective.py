@@ -22,9 +22,9 @@ from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
 from workers.losses.kl import kl_penalty
 from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import PolicyLoss, get_policy_loss, traits_of
-from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch
+from workers.training.passes.lm_head import TokenOutputs
 
 if TYPE_CHECKING:
     from workers.losses.correction import RolloutCorrection

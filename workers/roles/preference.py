@@ -26,7 +26,7 @@ from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
-from workers.training.passes import Reading
+from workers.training.passes.forward_backward import Reading
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.row_scores import SIDES, Pairs
 

@@ -22,8 +22,8 @@ from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, VERB, ModelWorker
 from workers.training.checkpoints.calls import BackgroundSaves
 from workers.training.engine import TrainEngine
-from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
+from workers.training.passes.lm_head import TokenOutputs
 from workers.training.role_model_spec import RoleModelSpec
 from workers.weights.sync import SyncReport
 from workers.weights.transfer import WeightReceiver

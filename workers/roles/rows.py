@@ -24,7 +24,7 @@ from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
-from workers.training.passes import Reading
+from workers.training.passes.forward_backward import Reading
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.row_scores import Pairs, RowScores
 from workers.training.update import update_model

@@ -9,8 +9,8 @@ from workers.config import FrozenFSDPConfig, WorkersConfig, teacher_model
 from workers.roles.actor import log_prob_temperature
 from workers.roles.model_worker import TRAIN, ModelWorker
 from workers.training.engine import TrainEngine
-from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import pass_budget
+from workers.training.passes.lm_head import TokenOutputs
 from workers.training.role_model_spec import RoleModelSpec
 
 

@@ -1,1 +1,1 @@
-"""The training engine and its parts: passes, packing, attention, the optimizer, one update."""
+"""The training engine and its parts: the model on its ranks, the optimizer, one update."""

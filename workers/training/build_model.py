@@ -21,10 +21,10 @@ from workers.models.support import Support
 from workers.parallel.fsdp import GradientWatch, shard
 from workers.parallel.groups import RankGroups
 from workers.parallel.sharding import dims_of
-from workers.training.attention import describe
 from workers.training.model_parts import load_parts
-from workers.training.passes import AllLayers
-from workers.training.row_layout import choose_layout
+from workers.training.passes.attention import describe
+from workers.training.passes.forward_backward import AllLayers
+from workers.training.passes.row_layout import choose_layout
 from workers.training.sharded_model import Model
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def build_model(model: Model, worker: Worker) -> None:
     dtype, wanted = model.precision.compute, config.attn_implementation
     why_not = kernel_blocker(model.device, dtype)
     if not why_not or wanted != "auto":
-        from workers.training.varlen import find_kernel
+        from workers.training.passes.varlen import find_kernel
 
         size, has_cap = head_size(hf_config), soft_cap(hf_config) is not None
         model.kernel, why_not = find_kernel(wanted, model.device, dtype, size, has_cap)

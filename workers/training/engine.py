@@ -32,7 +32,6 @@ from workers.models.precision import computing_in
 from workers.parallel.fsdp import add_up_gradients
 from workers.parallel.offload import to_device
 from workers.training.build_model import build_model
-from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import (
     Cuts,
@@ -60,8 +59,9 @@ from workers.training.optim import (
     norms_by_name,
 )
 from workers.training.out_of_memory import run_to_the_end
-from workers.training.packing import Work, check_rows
-from workers.training.passes import INPUTS, TOKENS, Reading
+from workers.training.passes.forward_backward import INPUTS, TOKENS, Reading
+from workers.training.passes.lm_head import DEFAULT, TokenOutputs
+from workers.training.passes.packing import Work, check_rows
 from workers.training.sharded_model import Model
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
-from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.microbatch import Columns, MiniBatch, RowColumns
+from workers.training.passes.lm_head import DEFAULT, TokenOutputs
 
 LossFn = Callable[[Columns, Columns, MiniBatch], LossAndMetrics]
 

@@ -28,7 +28,7 @@ from verl_like.process.machine import memory_gib
 from workers.models.attention import heads_of, layer_configs
 from workers.models.causal_lm import language_half
 from workers.training.microbatch import all_reduce
-from workers.training.packing import Work
+from workers.training.passes.packing import Work
 
 if TYPE_CHECKING:
     from workers.training.engine import TrainEngine

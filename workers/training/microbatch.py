@@ -7,7 +7,7 @@
   (`mini_batch`); `workers.training.update` permutes the rows.
 - Micro-batches are limited by rows or by tokens (`MicroBatchBudget`), longest rows first, so that
   the rows of a pass have similar lengths; rows that share prefixes are neighbors. Rows in which no
-  token is read are in no micro-batch (`workers.training.packing.RowPasses.cut`).
+  token is read are in no micro-batch (`workers.training.passes.packing.RowPasses.cut`).
 - Every rank runs the same number of forward and backward passes, so that collectives match. A rank
   with fewer micro-batches runs passes over a dummy row whose outputs are ignored (`micro_batches`).
 - Denominators are counts over the whole mini-batch on all ranks (`MiniBatch.num_rows`,

@@ -19,10 +19,10 @@ from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
 from workers.parallel.offload import to_device
 from workers.training.engine import TrainEngine
-from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.microbatch import MicroBatchBudget, RowColumns
-from workers.training.packing import Feed, read
-from workers.training.passes import TOKENS, Reading
+from workers.training.passes.forward_backward import TOKENS, Reading
+from workers.training.passes.lm_head import DEFAULT, TokenOutputs
+from workers.training.passes.packing import Feed, read
 
 if TYPE_CHECKING:
     from verl_like.batch.protocol import DataProto

@@ -31,9 +31,9 @@ from workers.parallel.fsdp import GradientWatch, full_tensor, reshard, tensor_on
 from workers.parallel.groups import RankGroups
 from workers.parallel.offload import HostBlocks, resident
 from workers.parallel.sharding import ParallelDims
-from workers.training.attention import VarlenKernel, packed_rows
 from workers.training.microbatch import MicroBatches, RowColumns
-from workers.training.packing import Feed, RowPasses
+from workers.training.passes.attention import VarlenKernel, packed_rows
+from workers.training.passes.packing import Feed, RowPasses
 from workers.training.role_model_spec import RoleModelSpec
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Model:
         self.row_passes = RowPasses()
         self.parts: list[ModelPart] = []
         self.layers: Any = None
-        """Runs passes through the layers of this rank (`workers.training.passes`)."""
+        """Runs passes through the layers of this rank (`passes/forward_backward.py`)."""
         self.vocab: Any = None
         """The tokens of this rank's head, if it is split over ranks."""
         self.is_compiled = False

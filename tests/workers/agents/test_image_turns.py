@@ -28,7 +28,7 @@ from workers.agents.trajectory import Trajectory
 from workers.config import EnvironmentConfig
 from workers.images import ImageRef, image_ref
 from workers.rollout.base import SamplingParams
-from workers.training.attention import packed_rows
+from workers.training.passes.attention import packed_rows
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "smolvlm")
 PADDED = ("gemma3", "qwen3_5")

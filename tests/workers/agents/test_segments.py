@@ -28,8 +28,8 @@ from workers.rollout.batches import batch_of as make_batch
 from workers.rollout.sample import Sample
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
-from workers.training.packing import RowPasses
-from workers.training.passes import Reading
+from workers.training.passes.forward_backward import Reading
+from workers.training.passes.packing import RowPasses
 from workers.training.row_scores import RowScores
 
 PROMPT, WIDTH = 16, 160

@@ -18,8 +18,8 @@ from workers.columns import IMAGES
 from workers.images import ImageRef, image_ref
 from workers.models.image_input import ImageInput
 from workers.models.images import ImageReader
-from workers.training.attention import packed_rows
-from workers.training.packing import RowPasses, read
+from workers.training.passes.attention import packed_rows
+from workers.training.passes.packing import RowPasses, read
 
 IMAGES_OF_ROWS = ((1, 2), (), (0,), (3, 0, 2, 1, 3), (2,), (2,))
 """The images of each row; the last two rows have the same prompt, too."""

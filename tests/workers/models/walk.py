@@ -33,9 +33,9 @@ from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
 from workers.training.checkpoints.huggingface import export_huggingface
 from workers.training.engine import INPUTS
-from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch
+from workers.training.passes.lm_head import TokenOutputs
 
 PROMPT, RESPONSE = 60, 100
 ROWS = ((60, 100), (17, 40), (3, 5), (33, 90))

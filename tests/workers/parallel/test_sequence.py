@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.workers.kept_ranks import run_kept
 from verl_like.process.worker import Worker
 from workers.parallel.sequence import SequenceRanks
-from workers.training.attention import LocalMask, RowLayout, packed_attention
+from workers.training.passes.attention import LocalMask, RowLayout, packed_attention
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 30, 3, 1, 24)

@@ -26,7 +26,7 @@ from workers.config import ModelConfig, ParallelConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.preference import PreferenceWorker
 from workers.roles.reference import ReferenceWorker
-from workers.training.packing import RowPasses
+from workers.training.passes.packing import RowPasses
 from workers.training.role_model_spec import RoleModelSpec
 
 

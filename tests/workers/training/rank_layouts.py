@@ -23,9 +23,9 @@ from workers.models.state import local_shard, named_state
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training import lm_head
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import MicroBatchBudget
+from workers.training.passes import lm_head
 from workers.weights.checksum import checksum_of
 
 NUM_ROWS = 7

@@ -15,11 +15,11 @@ from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
 from verl_like.batch.ragged import RaggedTensor
 from workers.roles.actor import ActorWorker
-from workers.training import attention
-from workers.training.attention import RowLayout, VarlenKernel, packed_attention
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.packing import RowPasses
-from workers.training.varlen import LIBRARIES, find_kernel
+from workers.training.passes import attention
+from workers.training.passes.attention import RowLayout, VarlenKernel, packed_attention
+from workers.training.passes.packing import RowPasses
+from workers.training.passes.varlen import LIBRARIES, find_kernel
 
 pytestmark = [
     pytest.mark.gpu,

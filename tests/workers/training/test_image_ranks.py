@@ -22,8 +22,8 @@ from workers.models.images import ImageReader
 from workers.parallel import sharding
 from workers.parallel.fsdp import full_tensor
 from workers.roles.actor import ActorWorker
-from workers.training.lm_head import TokenOutputs
 from workers.training.microbatch import MicroBatchBudget
+from workers.training.passes.lm_head import TokenOutputs
 
 IMAGES_OF_ROWS = ((0, 1), (2,), (), (), ())
 """With two ranks, the second one has no image."""

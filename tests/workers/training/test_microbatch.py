@@ -18,8 +18,8 @@ from workers.training.microbatch import (
     micro_batches,
     mini_batch,
 )
-from workers.training.packing import RowPasses
-from workers.training.passes import Reading
+from workers.training.passes.forward_backward import Reading
+from workers.training.passes.packing import RowPasses
 
 CPU = torch.device("cpu")
 NAMES = ("responses", "response_mask", "attention_mask")

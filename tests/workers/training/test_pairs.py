@@ -22,8 +22,8 @@ from workers.roles.rows import SFTWorker
 from workers.training.engine import INPUTS
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import MicroBatchBudget
-from workers.training.packing import RowPasses, Work
-from workers.training.passes import Reading
+from workers.training.passes.forward_backward import Reading
+from workers.training.passes.packing import RowPasses, Work
 from workers.training.row_scores import Pairs, RowScores
 
 PAIRS = 5

@@ -27,7 +27,7 @@ from workers.config import ParallelConfig
 from workers.models.load import Folder
 from workers.models.support import Support
 from workers.roles.reference import ReferenceWorker
-from workers.training.row_layout import check_split
+from workers.training.passes.row_layout import check_split
 from workers.weights.checksum import checksum_of
 
 INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved"}

@@ -343,7 +343,7 @@ def _note(name: str, reads: Iterable[Any], writes: Iterable[Any], flops: float) 
 
 
 def attend(*states: Any, left: int = -1, **_: Any) -> Any:
-    """Record attention of packed rows (`workers.training.attention.Attend`)."""
+    """Record attention of packed rows (`workers.training.passes.attention.Attend`)."""
     query, key, value, bounds, key_bounds, *_longest = states
     pairs = 0.0
     for count, keys in zip(bounds.lengths, key_bounds.lengths, strict=True):
@@ -360,8 +360,9 @@ def on_meta(num_ranks: int = 1) -> Iterator[None]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from workers.training import attention, build_model, lm_head
-    from workers.training.attention import VarlenKernel
+    from workers.training import build_model
+    from workers.training.passes import attention, lm_head
+    from workers.training.passes.attention import VarlenKernel
 
     def with_lengths(lengths: Any, device: Any) -> Any:
         tensor: Any = bounds(lengths, device)
@@ -381,17 +382,17 @@ def on_meta(num_ranks: int = 1) -> Iterator[None]:
         "torch.optim.optimizer._get_fused_kernels_supported_devices": lambda: ["meta"],
         "workers.training.build_model.prepare_gpu_process": lambda: None,
         "workers.training.build_model.kernel_blocker": lambda *_: "",
-        "workers.training.varlen.find_kernel": lambda *_: (kernel, ""),
+        "workers.training.passes.varlen.find_kernel": lambda *_: (kernel, ""),
         "workers.training.build_model.empty_model": empty,
         "workers.training.build_model.load_weights": lambda *_: None,
-        "workers.training.attention._bounds": with_lengths,
+        "workers.training.passes.attention._bounds": with_lengths,
         "workers.training.model_parts.compile.all_reduce": lambda *_: False,
         "workers.parallel.fsdp._anywhere": lambda here, *_: here,
         "workers.training.out_of_memory._num_collectives": lambda _: 0,
         f"{fsdp}._fully_shard._get_device_from_mesh": lambda _: META,
         f"{fsdp}._fsdp_param_group.FSDPParamGroup._validate_no_meta_params": lambda _: None,
-        "workers.training.lm_head.rows_per_chunk": lambda config, words=None, _="": rows_per_chunk(
-            config, words, "cuda"
+        "workers.training.passes.lm_head.rows_per_chunk": lambda config, words=None, _="": (
+            rows_per_chunk(config, words, "cuda")
         ),
     }
     # an open group of this process keeps its entries; copies, because names must not occur twice

@@ -32,10 +32,10 @@ from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import sample_tokens
 from workers.training.engine import TrainEngine
-from workers.training.lm_head import TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
-from workers.training.packing import RowPasses
+from workers.training.passes.lm_head import TokenOutputs
+from workers.training.passes.packing import RowPasses
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.row_scores import ScoreTrainEngine
 

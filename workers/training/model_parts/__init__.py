@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
 from workers.models.support import Support
-from workers.training.row_layout import PADDED_BY_USER, check_split
+from workers.training.passes.row_layout import PADDED_BY_USER, check_split
 from workers.training.sharded_model import Model, ModelPart
 
 if TYPE_CHECKING:

@@ -22,9 +22,14 @@ from workers.models.attention import warn_once
 from workers.models.causal_lm import body_of, language_half, replaced_forward
 from workers.models.precision import computing_in
 from workers.parallel.sharding import ParallelDims
-from workers.training.lm_head import ROWS_ON_GPU, TokenOutputs, columns_of_logits, rows_per_chunk
 from workers.training.microbatch import all_reduce
-from workers.training.packing import read
+from workers.training.passes.lm_head import (
+    ROWS_ON_GPU,
+    TokenOutputs,
+    columns_of_logits,
+    rows_per_chunk,
+)
+from workers.training.passes.packing import read
 from workers.training.sharded_model import Model, ModelPart
 
 MOST_GRAPHS = 64

@@ -17,7 +17,7 @@ from workers.training.sharded_model import Model, ModelPart
 
 if TYPE_CHECKING:
     from workers.parallel.tensor import ModuleSplit
-    from workers.training.packing import Feed
+    from workers.training.passes.packing import Feed
 
 
 class Int8(ModelPart):

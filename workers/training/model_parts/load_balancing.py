@@ -22,8 +22,8 @@ from workers.models.folder import model_folder, read_hf_config
 from workers.models.precision import computing_in
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MicroBatches, MiniBatch, RowColumns, all_reduce
-from workers.training.packing import Feed
-from workers.training.passes import Reading
+from workers.training.passes.forward_backward import Reading
+from workers.training.passes.packing import Feed
 from workers.training.sharded_model import Model, ModelPart
 
 if TYPE_CHECKING:

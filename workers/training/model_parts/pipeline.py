@@ -30,12 +30,12 @@ from workers.parallel.pipeline import (
 )
 from workers.parallel.placements import local_part
 from workers.parallel.stages import NoStages, StageParts, Stages, stage_ranges
-from workers.training.lm_head import DEFAULT, TokenOutputs
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.model_parts.layers import MatrixSplit
-from workers.training.packing import model_inputs
-from workers.training.passes import Named, Reading
+from workers.training.passes.forward_backward import Named, Reading
+from workers.training.passes.lm_head import DEFAULT, TokenOutputs
+from workers.training.passes.packing import model_inputs
 from workers.training.sharded_model import Model, ModelPart
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl_like.batch.ragged import RaggedTensor
 from workers.columns import IMAGES, ROUTED
-from workers.training.attention import RowLayout
+from workers.training.passes.attention import RowLayout
 
 COST_OF_COPY = 0.25
 """Cost of a copy of a shared token, in tokens of the budget: attention stores its states."""

@@ -28,9 +28,10 @@ from tests.workers.varlen_kernels import (
 )
 from workers.models import attention as model_attention
 from workers.roles.actor import ActorWorker
-from workers.training import attention, build_model, varlen
-from workers.training.attention import RowLayout, VarlenKernel, describe, packed_attention
-from workers.training.varlen import find_kernel, flash_attn_kernel, torch_varlen_kernel
+from workers.training import build_model
+from workers.training.passes import attention, varlen
+from workers.training.passes.attention import RowLayout, VarlenKernel, describe, packed_attention
+from workers.training.passes.varlen import find_kernel, flash_attn_kernel, torch_varlen_kernel
 
 CPU, BFLOAT16, FLOAT32 = torch.device("cpu"), torch.bfloat16, torch.float32
 FLASH = "flash_attn.flash_attn_interface"

@@ -11,7 +11,7 @@ there. In a rectangle every row starts at the first column, so padding comes aft
 and affects neither recurrent states nor position counts.
 
 A packed row has all tokens and their layout; a rectangle is for models that cannot be packed.
-`workers.training.row_layout` chooses between the two.
+`workers.training.passes.row_layout` chooses between the two.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from verl_like.errors import ConfigError
 from workers.columns import IMAGES, ROUTED
 from workers.models.causal_lm import ScalarHeadModel, body_of
 from workers.parallel.offload import to_device
-from workers.training.attention import RowLayout
 from workers.training.microbatch import Columns, Cuts, MicroBatchBudget, RowColumns
-from workers.training.prefixes import COST_OF_COPY, PrefixOrder, prefix_order, share_prefixes
+from workers.training.passes.attention import RowLayout
+from workers.training.passes.prefixes import COST_OF_COPY, PrefixOrder, prefix_order, share_prefixes
 
 if TYPE_CHECKING:
     from workers.parallel.sequence import SequenceRanks, Split

@@ -20,10 +20,10 @@ from workers.models import support
 from workers.models.folder import factor_border
 from workers.models.support import Support
 from workers.roles.actor import ActorWorker
-from workers.training import lm_head, packing
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
-from workers.training.row_layout import row_kind
+from workers.training.passes import lm_head, packing
+from workers.training.passes.row_layout import row_kind
 
 VOCAB, PROMPT, RESPONSE = 64, 24, 40
 LENGTHS = ((24, 40), (20, 38), (24, 12), (10, 10), (8, 9), (6, 7), (9, 1))

@@ -32,7 +32,7 @@ from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.state import local_shard
 from workers.models.support import Support
 from workers.training.microbatch import Columns
-from workers.training.packing import Feed, model_inputs, picked, read
+from workers.training.passes.packing import Feed, model_inputs, picked, read
 
 if TYPE_CHECKING:
     from workers.parallel.vocabulary import VocabShard

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from verl_like.errors import ConfigError, nearest_divisors
 from workers.models.folder import factor_border
 from workers.models.support import Support
-from workers.training.attention import takes_layout
-from workers.training.packing import Kind, RowPasses
+from workers.training.passes.attention import takes_layout
+from workers.training.passes.packing import Kind, RowPasses
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 `find_kernel` chooses the first kernel that runs here, once per engine. The engine logs it, and why
 the ones before it do not run. Layers call it unless they have sinks, attention chunks, or a soft
-cap that it does not support. Without a kernel, `workers.training.attention` arranges rows in
+cap that it does not support. Without a kernel, `workers.training.passes.attention` arranges rows in
 rectangles.
 
     flash-attn-4    flash_attn.cute: Hopper and Blackwell (not 12.x, the GeForce RTX 50 series)
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from workers.models.attention import INSTALL_FLASH, kernel_blocker, warn_once
-from workers.training.attention import (
+from workers.training.passes.attention import (
     LARGEST_HEAD,
     Attend,
     RowLayout,

@@ -13,9 +13,9 @@ from tests.workers.models.architectures import VOCAB, build_tiny, tiny_model_con
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.process.worker import Worker
 from workers.parallel import tensor
-from workers.training import lm_head
-from workers.training.lm_head import TokenOutputs, token_columns
-from workers.training.packing import RowPasses
+from workers.training.passes import lm_head
+from workers.training.passes.lm_head import TokenOutputs, token_columns
+from workers.training.passes.packing import RowPasses
 
 POSITIONS = 20
 

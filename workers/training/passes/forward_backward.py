@@ -15,10 +15,10 @@ from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError
 from workers.parallel.fsdp import begin_pass
 from workers.parallel.offload import to_device
-from workers.training.lm_head import DEFAULT, TokenOutputs, token_columns
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatches, RowColumns
-from workers.training.packing import Feed, read
+from workers.training.passes.lm_head import DEFAULT, TokenOutputs, token_columns
+from workers.training.passes.packing import Feed, read
 
 if TYPE_CHECKING:
     from workers.training.sharded_model import Model

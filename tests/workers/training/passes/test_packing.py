@@ -15,11 +15,11 @@ from verl_like.errors import ConfigError
 from workers.models.causal_lm import empty_model
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training.attention import LocalMask, RowLayout, packed_attention
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
-from workers.training.packing import RowPasses, needed_lengths
-from workers.training.passes import Reading
+from workers.training.passes.attention import LocalMask, RowLayout, packed_attention
+from workers.training.passes.forward_backward import Reading
+from workers.training.passes.packing import RowPasses, needed_lengths
 from workers.training.row_scores import RowScores
 
 CPU = torch.device("cpu")

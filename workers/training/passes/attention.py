@@ -1,17 +1,17 @@
 """Attention over rows that are concatenated into one packed row, without padding.
 
-`workers.training.packing` builds a `RowLayout` and passes it to the forward method of the module as
+`passes/packing.py` builds a `RowLayout` and passes it to the forward method of the module as
 `row_layout`; transformers forwards it to the attention function.
 
 A packed row needs a mask that separates its rows. The size of a dense mask is the square of the
 number of tokens. FlashAttention takes the boundaries of the rows instead
-(`workers.training.varlen`). If FlashAttention is not available, or does not support a model's
+(`passes/varlen.py`). If FlashAttention is not available, or does not support a model's
 soft-capping, rows of similar length are padded on the right and computed as one rectangular batch
 (`Rectangle`). Causal attention needs no mask there, because the padding comes after all real tokens
 of its row. The time therefore depends on the number of real tokens, on every device.
 
 Rows that share a prefix, such as samples of one prompt, can share its tokens: all layers compute it
-once (`workers.training.prefixes`). FlashAttention then gets rows with more keys than queries, and
+once (`passes/prefixes.py`). FlashAttention then gets rows with more keys than queries, and
 only keys and values are copied to every row. Rectangles hold copies of all states, because they
 need equally many queries and keys.
 

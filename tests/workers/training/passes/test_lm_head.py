@@ -16,14 +16,14 @@ from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import RESPONSE, VOCAB, make_batch, own_chunk, started, tiny_config
 from verl_like.batch.protocol import DataProto
 from workers.roles.actor import ActorWorker
-from workers.training import lm_head
-from workers.training.lm_head import (
+from workers.training.microbatch import MicroBatchBudget
+from workers.training.passes import lm_head
+from workers.training.passes.lm_head import (
     TokenOutputs,
     chunking_blocker,
     positions_per_chunk,
     rows_per_chunk,
 )
-from workers.training.microbatch import MicroBatchBudget
 
 ROWS_OF_A_CHUNK = 3
 BATCH = 9

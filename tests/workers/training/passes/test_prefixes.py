@@ -8,7 +8,7 @@ import torch
 
 from tests.workers.gradients import ACTOR_COLUMNS, assert_equal_gradients, gradients
 from tests.workers.samples import PROMPT, RESPONSE, make_batch, started, tiny_config
-from tests.workers.training.test_row_layout import saved_model
+from tests.workers.training.passes.test_row_layout import saved_model
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from workers.columns import ROUTED
@@ -16,8 +16,8 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import Cuts, MicroBatchBudget
-from workers.training.packing import RowPasses
-from workers.training.prefixes import prefix_order, share_prefixes, shared_lengths
+from workers.training.passes.packing import RowPasses
+from workers.training.passes.prefixes import prefix_order, share_prefixes, shared_lengths
 
 CPU = torch.device("cpu")
 

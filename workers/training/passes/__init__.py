@@ -1,0 +1,1 @@
+"""Forward and backward passes over rows: layout, packing, attention, the token head."""
