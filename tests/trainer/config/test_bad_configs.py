@@ -209,7 +209,10 @@ FILES = [
     (reward_model_without_weights, r"reward.list\[0\].path=.* has a config.json and no weights"),
     (model_with_half_a_config, "config.json is damaged: Expecting value"),
     (row_without_prompt, "p.jsonl, line 2.*no column 'prompt'.*data.on_bad_row=skip"),
-    (unknown_source, "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k"),
+    (
+        unknown_source,
+        "data_source 'openai/gsm9k'.*reward=FILE.py:FUNCTION.*openai/gsm8k.*Did you mean",
+    ),
     (model_without("token*"), "cannot load a tokenizer.*model.safetensors. Copy tokenizer.json"),
     (
         model_without("chat_template*"),

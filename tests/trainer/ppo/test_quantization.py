@@ -97,7 +97,10 @@ def test_an_fp8_rollout_is_corrected(settings: tuple[str, ...], reason: str) -> 
             "vLLM accepts only one",
         ),
         (("actor_rollout_ref.rollout.quantization=int4",), "choose int8 or fp8"),
-        ((ROLLOUT, "trainer.device=cuda"), "only on CPUs.*device is cuda"),
+        (
+            (ROLLOUT, "trainer.device=cuda"),
+            "only on CPUs.*device is cuda.*rollout.quantization=fp8",
+        ),
         ((REF, KL, "actor_rollout_ref.ref.update_every=3"), "an int8 reference cannot be updated"),
         (
             (REF, KL, "actor_rollout_ref.ref.fsdp_config.fsdp_size=2"),

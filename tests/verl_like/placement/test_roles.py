@@ -37,14 +37,6 @@ def test_roles_of_a_pool_have_the_order_of_the_mapping() -> None:
     }
 
 
-def test_an_unknown_pool_is_rejected_with_a_suggestion() -> None:
-    with pytest.raises(
-        PlacementError,
-        match=r"'critic' is mapped to pool 'critic_pol'.* Did you mean 'critic_pool'",
-    ):
-        roles_by_pool(["critic_pool"], {"critic": "critic_pol"})
-
-
 def test_a_pool_without_a_role_is_rejected() -> None:
     with pytest.raises(PlacementError, match="pool 'spare' has no role"):
         roles_by_pool(["main", "spare"], {"critic": "main"})

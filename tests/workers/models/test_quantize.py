@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import GPT2Config, GPT2LMHeadModel, JambaConfig
+from transformers import JambaConfig
 
 from tests.workers.rollout_engines import make_model
 from verl_like.errors import ConfigError
@@ -137,13 +137,6 @@ def test_tied_weights_and_routers_are_not_quantized() -> None:
     assert [name for name, _ in quantizable(Layer())] == ["gate_proj"]
 
 
-def test_a_model_without_linear_layers_is_rejected_by_name() -> None:
-    with torch.device("meta"):
-        module = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9))
-    with pytest.raises(ConfigError, match="'gpt2' has no linear layers"):
-        quantize_linears(module, CPU)
-
-
 def test_a_class_whose_logits_change_is_rejected_by_name() -> None:
     config = JambaConfig()
     config._attn_implementation = "sdpa"
@@ -158,11 +151,6 @@ def test_kernels_of_floats_do_not_support_it() -> None:
     values = torch.ones(2, 3)
     assert onednn.supports(nn.Parameter(values)) == onednn.supports(values)
     assert not onednn.supports(int8(values))
-
-
-def test_a_gpu_is_rejected_with_the_alternative() -> None:
-    with pytest.raises(ConfigError, match="only on CPUs.*device is cuda.*rollout.quantization=fp8"):
-        check_device("cuda")
 
 
 def test_a_processor_that_multiplies_wrong_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,11 +87,6 @@ def test_a_parameter_that_is_no_key_is_rejected_with_the_nearest() -> None:
         check_optim(optim(f"{__name__}.asks_for_more"), "optim")
 
 
-def test_an_unknown_schedule_is_rejected_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match="Did you mean 'cosine'"):
-        check_optim(optim("cosin"), "optim")
-
-
 DECAYING = OptimConfig(optimizer="AdamWMatrixDecay", lr=0.1, weight_decay=0.5)
 
 
