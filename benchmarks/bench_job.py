@@ -24,7 +24,7 @@ from typing import Any
 
 from job_record import Job, JobStep, check_steps, job_record, table
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.flat import flat_config
 from trainer.config.settings import keys_of, parse
 from trainer.ppo.config import PPOConfig
@@ -73,7 +73,7 @@ def record_of(config: PPOConfig, run: RunData) -> dict[str, Any]:
     policy, trainer = config.actor_rollout_ref, config.trainer
     job = Job(
         model=policy.model.path,
-        device=devices_of(trainer).type,
+        device=run_devices(trainer).type,
         num_devices=trainer.n_gpus_per_node * trainer.nnodes,
         prompts_per_step=config.data.train_batch_size,
         samples_per_prompt=policy.rollout.n,

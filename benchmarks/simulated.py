@@ -30,7 +30,7 @@ from verl_like.calls import result as form
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.messages import Call, Header, Pending, unpack
 from verl_like.process.info import ProcessInfo
-from workers.rollout.batches import batch_of, samples_of
+from workers.rollout.batches import read_samples, to_batch
 from workers.rollout.sample import Sample
 from workers.weights.sync import SyncReport
 
@@ -307,7 +307,7 @@ def sampled(data: DataProto, version: int) -> Answer:
         return sample.with_response(tokens, torch.full((length, 1), -0.5), versions, "stop")
 
     of_name = lambda uid, index: zlib.crc32(f"{uid}/{index}".encode())  # noqa: E731
-    samples = [drawn(sample) for sample in samples_of(data, PROMPT, of_name)]
+    samples = [drawn(sample) for sample in read_samples(data, PROMPT, of_name)]
     pad = int(data.meta_info["pad_token_id"])
     samples += [Sample([pad], finish_reason="pad")] * (len(data) - len(samples))
-    return batch_answer(batch_of(samples, (PROMPT, RESPONSE), pad, version), data, form.BATCH)
+    return batch_answer(to_batch(samples, (PROMPT, RESPONSE), pad, version), data, form.BATCH)

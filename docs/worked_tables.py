@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from trainer.config.compose import load_config
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.memory import gib
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import PPO
@@ -45,7 +45,7 @@ def memory_table() -> str:
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(QWEN_7B), encoding="utf-8")
         config = load_config([*KEYS.split(), f"actor_rollout_ref.model.path={folder}"], PPO)
-        devices = devices_of(config.trainer)
+        devices = run_devices(config.trainer)
         roles = role_memories(config, devices.type, devices.bytes)
     actor, engine, ref = (
         next(memory for memory in roles if memory.role == role)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.schema import RunConfig
 from trainer.groups.nodes import joined_cluster, plan_on
 from trainer.groups.worker_groups import WorkerGroups, worker_class
@@ -316,7 +316,7 @@ def describe_saving(config: RunConfig, trainer_cls: type[Trainer]) -> str:
 def nominal_placement(config: RunConfig) -> Placement:
     """Return the plan on the configured nodes, without looking for them."""
     trainer = config.trainer
-    devices, cpus = devices_of(trainer), float(os.cpu_count() or 1)
+    devices, cpus = run_devices(trainer), float(os.cpu_count() or 1)
     if trainer.simulate is not None:  # CPUs of simulated machines: one per process
         cpus = float(trainer.n_gpus_per_node)
     is_here = trainer.nnodes == 1 and not joined_cluster(config)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import hydra
 
 from trainer.config.compose import known_settings, load_config
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, unknown_key
@@ -166,7 +166,7 @@ def run_or_exit(
     with exit_on_error(config.trainer.default_local_dir):
         from trainer.launch import run
 
-        if devices_of(config.trainer).type == "cpu":
+        if run_devices(config.trainer).type == "cpu":
             keep_freed_memory()  # the driver reuses memory for its batches
         return start(config, recipe, settings) if start else run(config)
 

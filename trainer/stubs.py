@@ -39,7 +39,7 @@ from verl_like.config_key import replace_keys
 from verl_like.placement.pools import expand_roles
 from workers.columns import COLUMNS, Column, declared_columns, format_like
 from workers.config import has_environment
-from workers.rollout.batches import REQUEST, batch_of, samples_of
+from workers.rollout.batches import REQUEST, read_samples, to_batch
 from workers.rollout.client import ROW_BITS
 
 DRIVER, INLINE = "driver", "the driver's process"
@@ -383,9 +383,9 @@ def sampled(prompts: DataProto, config: Any) -> DataProto:
     tokens, log_probs = torch.zeros(NUM_TOKENS).long(), torch.zeros(NUM_TOKENS, 1)
     samples = [
         sample.with_response(tokens, log_probs, tokens.int(), "stop")
-        for sample in samples_of(prompts, widths[0], lambda uid, index: 0)
+        for sample in read_samples(prompts, widths[0], lambda uid, index: 0)
     ]
-    batch = batch_of(samples, widths, pad=0, version=0)
+    batch = to_batch(samples, widths, pad=0, version=0)
     if REQUEST in prompts.columns:
         batch = batch.union(prompts.select([REQUEST], []))
     return batch.union(stub_columns(TRAJECTORIES, batch)) if has_environment(config) else batch

@@ -179,7 +179,7 @@ def json_lines(values: Iterable[Any], default: Callable[[Any], Any] | None = Non
     return ESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
-def lines_of(path: Path) -> Iterator[str]:
+def text_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a text file, which end only with newlines.
 
     Bytes that are not UTF-8 become the replacement character U+FFFD.
@@ -206,7 +206,7 @@ def json_objects(path: Path, text: str = "") -> tuple[list[dict[str, Any]], int]
     num_broken = 0
     if not path.is_file():
         return objects, num_broken
-    for line in lines_of(path):
+    for line in text_lines(path):
         if text not in line:
             continue
         try:

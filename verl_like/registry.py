@@ -12,7 +12,7 @@
 With `Registry(kind, check)`, an entry that does not fit its call is rejected at once.
 
 `load_object` reads the three forms of a path: `package.module.name`, `package.module:name` and
-`folder/file.py:name`. `load_from` loads a name from a file or a module. Nothing here imports torch,
+`folder/file.py:name`. `load_attribute` loads a name from a file or a module. Nothing here imports torch,
 because the processes that run reward functions start with this module.
 """
 
@@ -114,7 +114,7 @@ def load_object(path: str, setting: str) -> Any:
     return _imported(path, f"{setting}={path}")
 
 
-def load_from(path: str, name: str, path_key: str, name_key: str) -> Any:
+def load_attribute(path: str, name: str, path_key: str, name_key: str) -> Any:
     """Return the object `name` of a Python file (`folder/file.py`) or module (`package.module`).
 
     `path_key` and `name_key` are the keys that set `path` and `name`, for errors.

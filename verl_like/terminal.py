@@ -21,7 +21,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """Characters that move the cursor, change colors or end lines, except tab and newline."""
 
 
-def usage_of(help_text: str | None) -> str:
+def usage_text(help_text: str | None) -> str:
     """Return the usage at the start of a command's help, as argparse takes it."""
     usage = (help_text or "").partition("\n\n")[0]
     return usage.removeprefix("usage: ").replace("%", "%%")

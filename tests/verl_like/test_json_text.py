@@ -12,8 +12,8 @@ from verl_like.files import (
     fingerprint,
     json_line,
     json_objects,
-    lines_of,
     parse_json,
+    text_lines,
     write_whole,
 )
 
@@ -36,7 +36,7 @@ def test_a_string_survives_a_line_of_json(text: str, tmp_path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2, (
         "also for readers that split at other line ends"
     )
-    assert [parse_json(row) for row in lines_of(path)] == [{"text": text, text: [text]}] * 2
+    assert [parse_json(row) for row in text_lines(path)] == [{"text": text, text: [text]}] * 2
 
 
 def test_text_stays_readable_in_the_file() -> None:

@@ -8,7 +8,7 @@ from pydoc import render_doc
 import pytest
 
 from verl_like.errors import ConfigError, nearest
-from verl_like.registry import Registry, load_from, load_object
+from verl_like.registry import Registry, load_attribute, load_object
 
 KEYS = "data.custom_cls.path", "data.custom_cls.name"
 
@@ -143,31 +143,31 @@ def test_a_dataclass_with_postponed_annotations_loads_from_a_file(tmp_path):
         "    prompt: str = 'hi'\n",
         encoding="utf-8",
     )
-    assert load_from(str(file), "Row", *KEYS)().prompt == "hi"
+    assert load_attribute(str(file), "Row", *KEYS)().prompt == "hi"
 
 
 def test_a_missing_file_names_the_folders_searched(tmp_path):
     file = tmp_path / "nowhere.py"
     with pytest.raises(ConfigError, match=r"data.custom_cls.path=.*there is no such file \(looked"):
-        load_from(str(file), "Row", *KEYS)
+        load_attribute(str(file), "Row", *KEYS)
 
 
 def test_a_file_that_imports_a_missing_package_is_rejected(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("import no_such_package\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"own.py cannot be imported \(.*no_such_package"):
-        load_from(str(file), "Row", *KEYS)
+        load_attribute(str(file), "Row", *KEYS)
 
 
 def test_a_missing_module_names_the_accepted_forms():
     with pytest.raises(
         ConfigError, match=r"data.custom_cls.path=no_such_module cannot be imported .*ends in .py"
     ):
-        load_from("no_such_module", "Row", *KEYS)
+        load_attribute("no_such_module", "Row", *KEYS)
 
 
 def test_a_missing_name_lists_the_names_of_the_file(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("letters = digits = 1\n_private = 2\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"name='leters': .* It has digits, letters"):
-        load_from(str(file), "leters", *KEYS)
+        load_attribute(str(file), "leters", *KEYS)

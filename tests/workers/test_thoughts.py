@@ -10,7 +10,7 @@ import torch
 from tests.workers.agents.templates import AFTER_CALLS, SHAPES, Shape, tokenizer_of
 from verl_like.batch.protocol import DataProto
 from workers.rewards.call import RewardCall
-from workers.rewards.manager import samples_of
+from workers.rewards.manager import reward_samples
 from workers.thoughts import ThoughtReader, split_thoughts
 
 HARMONY = "<|channel|>analysis<|message|>two plus two is four<|end|><|start|>assistant"
@@ -100,12 +100,12 @@ def test_a_reward_function_gets_content_and_reasoning() -> None:
     call = RewardCall.of(answer_and_reasoning, {})
     tokenizer = tokenizer_of(SHAPES["gptoss"])
     text = f"{HARMONY}<|channel|>final<|message|>4<|return|>"
-    (sample,) = samples_of(batch_of(tokenizer, text), tokenizer)
+    (sample,) = reward_samples(batch_of(tokenizer, text), tokenizer)
     assert call(sample) == ("4", "4", "two plus two is four")
 
     tokenizer = tokenizer_of(SHAPES["qwen3"])
     thought = "<think>\nhm\n</think>\n\nfour"
-    (sample,) = samples_of(batch_of(tokenizer, f"{thought}<|im_end|>"), tokenizer)
+    (sample,) = reward_samples(batch_of(tokenizer, f"{thought}<|im_end|>"), tokenizer)
     assert call(sample) == (thought, "four", "hm")
 
 
@@ -115,7 +115,7 @@ def test_a_column_of_the_rows_keeps_the_name_content() -> None:
     tokenizer = tokenizer_of(SHAPES["qwen3"])
     batch = batch_of(tokenizer, "<think>a</think>four")
     batch.non_tensor_batch["row_columns"] = object_rows([{"content": "of the row"}])
-    (sample,) = samples_of(batch, tokenizer)
+    (sample,) = reward_samples(batch, tokenizer)
     call = RewardCall.of(answer_and_reasoning, {}, columns=["content"])
     assert call(sample)[1:] == ("of the row", "a")
 
@@ -127,5 +127,5 @@ def contents_of(responses: list[str], contents: list[str]) -> list[float]:
 
 def test_a_function_of_a_batch_gets_lists() -> None:
     tokenizer = tokenizer_of(SHAPES["qwen3"])
-    samples = samples_of(batch_of(tokenizer, "<think>a</think>four"), tokenizer)
+    samples = reward_samples(batch_of(tokenizer, "<think>a</think>four"), tokenizer)
     assert RewardCall.of(contents_of, {}).whole_batch(samples) == [1.0]

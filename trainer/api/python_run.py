@@ -24,7 +24,7 @@ from trainer.api.inputs import (
 )
 from trainer.api.rewards import reward_list
 from trainer.config.compose import checked_config
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import flat_settings, overrides_of
@@ -197,7 +197,7 @@ class PythonRun:
                 for _ in good_rows(named, check, "error"):
                     pass
         inline_pools = config.resource_pool_spec.keys() - config.child_pools
-        on_gpus = devices_of(config.trainer).type == "cuda"
+        on_gpus = run_devices(config.trainer).type == "cuda"
         has_ranks = any(sum(sizes) > 1 for sizes in config.resource_pool_spec.values())
         needs_ray = (has_places and len(inline_pools) > 1) or (on_gpus and has_ranks)
         backend = "ray" if needs_ray else "local"

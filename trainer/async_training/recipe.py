@@ -26,7 +26,7 @@ from trainer.async_training.config import (
     GeneratorSettings,
 )
 from trainer.async_training.topology import CRITIC_COPY, TRAINER_POOL, counts, generator_pool
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.keys import read
 from trainer.config.recipe import Recipe
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
@@ -96,7 +96,7 @@ def _numbered_settings(config: AsyncConfig) -> dict[Any, GeneratorSettings]:
             )
     from workers.rollout.build_engine import resolve_engine  # slow import: loads torch
 
-    device_type = devices_of(config.trainer).type
+    device_type = run_devices(config.trainer).type
     numbered = {int(generator): changes for generator, changes in settings.items()}
     for generator, changes in numbered.items():
         if changes.name is not None:

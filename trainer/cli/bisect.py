@@ -38,7 +38,7 @@ from trainer.tools.bisect.sides import Side, Step, open_side
 from trainer.tools.bisect.walk import Finding, decoded, same_rows, walk
 from verl_like.errors import VerlLikeError
 from verl_like.record import RecordError
-from verl_like.terminal import draw_table, usage_of
+from verl_like.terminal import draw_table, usage_text
 
 CODES = {"equal": 0, "differs": 1, "cannot tell": 2}
 MOST_SETTINGS = 10
@@ -46,7 +46,7 @@ MOST_SETTINGS = 10
 
 def main(arguments: Sequence[str]) -> None:
     """Print the finding, and exit with its code."""
-    parser = argparse.ArgumentParser("verl-like bisect", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like bisect", usage_text(__doc__))
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
     parser.add_argument("--force", action="store_true")

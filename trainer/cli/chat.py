@@ -49,7 +49,7 @@ from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_loadable
 from verl_like.errors import ConfigError
-from verl_like.terminal import usage_of
+from verl_like.terminal import usage_text
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation, with_refs
 from workers.agents.host import EnvironmentHost
@@ -194,7 +194,7 @@ def _image_parts(text: str) -> tuple[list[dict[str, str]], str]:
 
 def main(arguments: Sequence[str]) -> None:
     """Talk until the input ends."""
-    parser = argparse.ArgumentParser("verl-like chat", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like chat", usage_text(__doc__))
     add = parser.add_argument
     add("model")
     add("--system", default="")

@@ -35,7 +35,7 @@ import numpy as np
 
 from verl_like.errors import ConfigError
 from verl_like.files import parse_json
-from verl_like.terminal import usage_of
+from verl_like.terminal import usage_text
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec, in_full
 from workers.chats import texts_of
@@ -72,7 +72,7 @@ class Playthrough:
 def main(arguments: Sequence[str]) -> None:
     """Play the environment, and print the findings."""
     parser = argparse.ArgumentParser(
-        "verl-like check-environment", usage_of(__doc__), add_help=False
+        "verl-like check-environment", usage_text(__doc__), add_help=False
     )
     parser.add_argument("path")
     parser.add_argument("--say", nargs="+", default=["1", "2", "3"])

@@ -33,12 +33,12 @@ from collections.abc import Sequence
 import yaml  # type: ignore[import-untyped]
 
 from trainer.tools.check_loss import BrokenRelation, check_loss
-from verl_like.terminal import usage_of
+from verl_like.terminal import usage_text
 
 
 def main(arguments: Sequence[str]) -> None:
     """Check the target and print which relations hold; exit with the first one that does not."""
-    parser = argparse.ArgumentParser("verl-like check-loss", usage_of(__doc__), add_help=False)
+    parser = argparse.ArgumentParser("verl-like check-loss", usage_text(__doc__), add_help=False)
     parser.add_argument("target")
     parser.add_argument("--kind")
     parser.add_argument("--set", nargs="+", default=[])

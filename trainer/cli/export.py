@@ -28,14 +28,14 @@ from trainer.run_folder.folder import MODEL
 from trainer.run_folder.saved_model import find_saved_model
 from verl_like.errors import ConfigError
 from verl_like.files import why_not_writable
-from verl_like.terminal import usage_of
+from verl_like.terminal import usage_text
 from workers.training.checkpoints.manifest import ADAPTER
 
 
 def main(arguments: Sequence[str]) -> None:
     """Write the folder, and print from which checkpoint its model is."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    parser = argparse.ArgumentParser("verl-like export", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like export", usage_text(__doc__))
     add = parser.add_argument
     add("checkpoint")
     add("out")

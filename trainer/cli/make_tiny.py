@@ -35,7 +35,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.files import why_not_writable
-from verl_like.terminal import usage_of
+from verl_like.terminal import usage_text
 
 NUM_HEADS = 4
 LETTERS = "abcd"
@@ -193,7 +193,7 @@ def make(
 
 def main(arguments: Sequence[str]) -> None:
     """Run `make` from the command line."""
-    parser = argparse.ArgumentParser("verl-like make-tiny", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like make-tiny", usage_text(__doc__))
     parser.add_argument("folder", metavar="DIR")
     parser.add_argument("--sums", action="store_true")
     parser.add_argument("--seed", type=int, default=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.plan import plan_lines
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.keys import leaf_keys
 from trainer.config.unused_keys import unused_reason
 from trainer.launch import nominal_placement
@@ -32,7 +32,7 @@ from workers.losses.registry import POLICY_LOSSES
 
 def ppo_sections(config: PPOConfig, measured: str) -> dict[str, list[str]]:
     """Return the sections about memory, placement and calls of PPO and its variants."""
-    config = fit_passes(config, devices_of(config.trainer))
+    config = fit_passes(config, run_devices(config.trainer))
     nodes, problem = trace_step(config)
     return {
         "Memory per device": plan_text(config, heading="").splitlines(),
@@ -116,7 +116,7 @@ def placement_lines(config: PPOConfig) -> list[str]:
             "trainer.backend=ray, or use two processes per pool, to let them overlap."
         )
     elif len(pools) == 1 and "critic" in expand_roles(config.role_mapping):
-        if devices_of(config.trainer).type == "cpu" or sum(map(sum, pools.values())) > 1:
+        if run_devices(config.trainer).type == "cpu" or sum(map(sum, pools.values())) > 1:
             lines.append("Set placement=split for a separate pool for the critic.")
     return lines
 

@@ -48,7 +48,7 @@ from trainer.observers.saved_batches import STAGES
 from trainer.tools.replay.replay import Replayed, replay
 from trainer.tools.replay.what_if import Blame
 from verl_like.errors import ConfigError
-from verl_like.terminal import print_or_exit, usage_of
+from verl_like.terminal import print_or_exit, usage_text
 
 MOST_LINES = 20
 """The most differences that are printed."""
@@ -59,7 +59,7 @@ MOST_BLAMED, MOST_TEXT = 10, 60
 def main(arguments: Sequence[str]) -> None:
     """Replay; exit with 1 if anything differs."""
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
-    parser = argparse.ArgumentParser("verl-like replay", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like replay", usage_text(__doc__))
     add = parser.add_argument
     add("run", metavar="RUN")
     add("--step", type=int)

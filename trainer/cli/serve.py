@@ -44,7 +44,7 @@ from trainer.recipe_command import exit_on_error, is_setting
 from trainer.serve.recipe import SERVE, prepare
 from verl_like.errors import ConfigError
 from verl_like.process.machine import ON_THIS_MACHINE
-from verl_like.terminal import usage_of
+from verl_like.terminal import usage_text
 from workers.roles.served import client_loss
 
 KEY_PREFIX = "tml-"
@@ -53,7 +53,7 @@ KEY_PREFIX = "tml-"
 def main(arguments: Sequence[str]) -> None:
     """Serve until SIGINT or SIGTERM."""
     settings = [argument for argument in arguments if is_setting(argument)]
-    parser = argparse.ArgumentParser("verl-like serve", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like serve", usage_text(__doc__))
     add = parser.add_argument
     add("model")
     add("--host", default="127.0.0.1")

@@ -36,7 +36,7 @@ from trainer.cli.check_environment import json_object
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.machine import ON_THIS_MACHINE
 from verl_like.process.sandbox import Sandbox
-from verl_like.terminal import usage_of
+from verl_like.terminal import usage_text
 from workers.rewards.scorer import FunctionSpec, trust_kwargs
 from workers.rewards.server import RewardServer
 
@@ -78,7 +78,7 @@ def secret_in(variable: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("verl-like serve-reward", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like serve-reward", usage_text(__doc__))
     add = parser.add_argument
     add("--function", default="")
     add("--kwargs", type=json_object, default={})

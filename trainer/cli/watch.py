@@ -26,12 +26,12 @@ from trainer.tools.report.page import report_html
 from trainer.tools.report.read import read_run
 from verl_like.errors import ConfigError
 from verl_like.files import is_remote
-from verl_like.terminal import usage_of
+from verl_like.terminal import usage_text
 
 
 def main(arguments: Sequence[str]) -> None:
     """Serve the page until Ctrl-C."""
-    parser = argparse.ArgumentParser("verl-like watch", usage_of(__doc__))
+    parser = argparse.ArgumentParser("verl-like watch", usage_text(__doc__))
     parser.add_argument("run", metavar="RUN_DIR")
     parser.add_argument("--port", type=int, default=8080)
     parser.add_argument("--every", type=float, default=10.0)

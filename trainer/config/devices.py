@@ -63,7 +63,7 @@ class Devices:
         return int(torch.cuda.get_device_properties(0).total_memory)
 
 
-def devices_of(trainer: TrainerConfig) -> Devices:
+def run_devices(trainer: TrainerConfig) -> Devices:
     """Return the GPUs of a machine, this or a simulated one, or CPUs if the run uses them."""
     if trainer.simulate is not None:
         number, gpu = _parsed(trainer.simulate)
@@ -109,7 +109,7 @@ def with_simulated(config: C, keys: Collection[str]) -> C:
     config = replace_keys(config, changes)
     if "trainer.n_gpus_per_node" in keys:
         return config
-    return replace_keys(config, {"trainer.n_gpus_per_node": devices_of(config.trainer).num_gpus})
+    return replace_keys(config, {"trainer.n_gpus_per_node": run_devices(config.trainer).num_gpus})
 
 
 def _parsed(simulate: str) -> tuple[int, str]:
@@ -150,7 +150,7 @@ def check_offload(trainer: TrainerConfig, sections: Mapping[str, tuple[str, str,
     `sections`: section with a strategy -> (the strategy, the section with its `fsdp_config`, the
     value of `fsdp_config`).
     """
-    if devices_of(trainer).type != "cpu" or trainer.nnodes > 1:
+    if run_devices(trainer).type != "cpu" or trainer.nnodes > 1:
         return  # other machines of a cluster may have GPUs
     for section, (strategy, name, fsdp) in sections.items():
         keys = [key for key in ("param_offload", "optimizer_offload") if getattr(fsdp, key, None)]

@@ -17,7 +17,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
-from trainer.config.devices import devices_of, with_simulated
+from trainer.config.devices import run_devices, with_simulated
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.unused_keys import notice_of, without_unread
@@ -55,7 +55,7 @@ def _with_engine(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
         return config, []
     from workers.rollout.build_engine import notices_of_engine, resolve_engine
 
-    device_type = devices_of(config.trainer).type
+    device_type = run_devices(config.trainer).type
     name = resolve_engine(rollout.name, device_type)
     changes: dict[str, Any] = {"actor_rollout_ref.rollout.name": name}
     if device_type == "cuda":
@@ -158,7 +158,7 @@ def _with_roles(recipe: Recipe[C], config: C, inactive: Collection[str]) -> C:
 def _with_slots(config: C, keys: Collection[str]) -> C:
     """Give a machine without GPUs as many slots as its pools need, unless the user set them."""
     trainer, spec = config.trainer, config.resource_pool_spec
-    is_this_machine = trainer.nnodes == 1 and devices_of(trainer).type == "cpu"
+    is_this_machine = trainer.nnodes == 1 and run_devices(trainer).type == "cpu"
     if not is_this_machine or "trainer.n_gpus_per_node" in keys:
         return config
     used = spec.keys() & set(config.role_mapping.values())

@@ -18,7 +18,7 @@ from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_spli
 from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, few, nearest
 from verl_like.files import is_remote
-from verl_like.registry import load_from
+from verl_like.registry import load_attribute
 from verl_like.signatures import CallSignature, check_call
 from workers.chats import IMAGE_TYPES
 from workers.rewards.outcome import GIVE_REWARD
@@ -286,7 +286,7 @@ def _custom_rows(
 ) -> Iterator[tuple[str, Any]]:
     """Yield (place, row) for each row of the user's dataset `data.custom_cls`."""
     custom = config.custom_cls
-    make = load_from(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name")
+    make = load_attribute(custom.path, custom.name, "data.custom_cls.path", "data.custom_cls.name")
     call = CallSignature(by_name=("data_files", "tokenizer", "config"))
     check_call(make, f"data.custom_cls.name={custom.name}", call)
     dataset = make(data_files=files, tokenizer=tokenizer, config=config)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.schema import RunConfig
 from trainer.config.user_modules import modules_of_the_user
 from trainer.groups.nodes import device_of_nodes, joined_cluster
@@ -39,7 +39,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:
 
 def devices_here(config: RunConfig) -> str:
     """Return the kind of this machine's devices; raise if it has too few."""
-    wanted, has = config.trainer.n_gpus_per_node, devices_of(config.trainer)
+    wanted, has = config.trainer.n_gpus_per_node, run_devices(config.trainer)
     device = device_of_nodes(config)
     if device == "cuda" and has.num_gpus is None:
         import torch

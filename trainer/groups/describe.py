@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.schema import RunConfig
 from trainer.groups.cluster import devices_here
 from trainer.groups.nodes import joined_cluster, needs_of_pools
@@ -35,12 +35,12 @@ def _count_devices(config: RunConfig) -> str:
     count, kind = config.trainer.n_gpus_per_node, devices_here(config)
     if kind == "CPU slot":
         return f"{count} CPU slots" if count > 1 else "1 CPU slot"
-    return f"{devices_of(config.trainer).num_gpus} x {kind}"
+    return f"{run_devices(config.trainer).num_gpus} x {kind}"
 
 
 def _note_of_idle_gpus(config: RunConfig) -> str:
     """Return a further line that names the keys with which a run uses more GPUs, or ""."""
-    trainer, has = config.trainer, devices_of(config.trainer)
+    trainer, has = config.trainer, run_devices(config.trainer)
     num_gpus = 0 if has.type == "cpu" else trainer.nnodes * (has.num_gpus or 0)
     node, needs = NodeSpec("", num_gpus, 0.0, "GPU"), needs_of_pools(config)
     pools = config.resource_pool_spec.items()

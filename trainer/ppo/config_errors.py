@@ -12,7 +12,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks import check_ranks
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.ppo.advantage_inputs import GDPO_KEY, columns_read, compares_with_greedy
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import AlgorithmConfig, PPOConfig
@@ -381,7 +381,7 @@ def check_named_rewards(algorithm: AlgorithmConfig, scored: DataProto) -> None:
 
 def check_quantized_device(config: Any) -> None:
     """Reject int8 and fp8 on devices that do not support them, for PPO."""
-    device = devices_of(config.trainer).type
+    device = run_devices(config.trainer).type
     models = declared_models(config, without_users=True).values()
     if any(model.quantization == "int8" for model in models):
         from workers.models.quantize import check_device

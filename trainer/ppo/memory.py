@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from trainer.config.devices import Devices, devices_of
+from trainer.config.devices import Devices, run_devices
 from trainer.groups.nodes import joined_cluster
 from trainer.memory import (
     UNKNOWN,
@@ -176,7 +176,7 @@ def check_memory(config: PPOConfig, devices: Devices) -> None:
 
 def plan_text(config: PPOConfig, brief: bool = False, heading: str = "Memory") -> str:
     """Return the memory table of the printed plan, or the reason why it cannot be computed."""
-    devices = devices_of(config.trainer)
+    devices = run_devices(config.trainer)
     try:
         roles = role_memories(fit_passes(config, devices), devices.type, devices.bytes)
         table = memory_table(roles, devices, brief, heading)

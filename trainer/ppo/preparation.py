@@ -15,7 +15,7 @@ from trainer.config.checks import (
     check_passes,
     check_reads_images,
 )
-from trainer.config.devices import check_offload, devices_of
+from trainer.config.devices import check_offload, run_devices
 from trainer.data.files import check_files
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.worker_groups import worker_class
@@ -75,7 +75,7 @@ def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
     ptx = make_ptx_loader(config, tokenizer)
     if loader.has_images or (ptx is not None and any(row.images for row in ptx.rows)):
         check_reads_images(declared_models(config))
-    check_memory(config, devices_of(config.trainer))
+    check_memory(config, run_devices(config.trainer))
     return tokenizer, loader, rewards, ptx
 
 
@@ -90,7 +90,7 @@ def worker_code(config: PPOConfig) -> list[str]:
 
 def resolve(config: Any) -> Any:
     """Return the configuration with absolute paths of environments, and passes that fit."""
-    return fit_passes(preflight.with_full_paths(config), devices_of(config.trainer))
+    return fit_passes(preflight.with_full_paths(config), run_devices(config.trainer))
 
 
 def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
@@ -164,7 +164,7 @@ def check_models(config: PPOConfig) -> None:
                 key = f"{section}.ppo_micro_batch_size_per_gpu"
                 check_passes(config, role, model, rows, (key, at_once))
 
-    engine = resolve_engine(policy.rollout.name, devices_of(config.trainer).type)
+    engine = resolve_engine(policy.rollout.name, run_devices(config.trainer).type)
     if "actor" in models and config.trainer.simulate is None:
         actors, width = models["actor"].meta_module.config, config.data.max_prompt_length
         width += config.data.max_response_length

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.rollouts.samples import repeat_prompts
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_columns
@@ -93,7 +93,7 @@ def diagnose_rollout_gap(trainer: Any, prompts: DataProto) -> tuple[str, str]:
         gaps.append(largest_gap(batch))
     actor = set(trainer.groups["actor"].weights_checksum(as_sent=True))
     rollout = set(trainer.groups["rollout"].weights_checksum())
-    device = devices_of(trainer.config.trainer).type
+    device = run_devices(trainer.config.trainer).type
     types = (precision_of(policy.model, device).compute, rollout_dtype(policy, device))
     return explain_gap(
         gap=gaps[0],

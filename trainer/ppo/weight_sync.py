@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.ppo.memory import engine_rests
 from trainer.run_state import Metrics
 from workers.config import ActorConfig
@@ -46,7 +46,7 @@ class RolloutWeights:
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._groups = groups
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
-        self._rests = engine_rests(config, devices_of(config.trainer).type)
+        self._rests = engine_rests(config, run_devices(config.trainer).type)
         self.version = 0
 
     def rest(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.data.files import is_num_prompts
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.data.prompts import PromptSet
@@ -75,14 +75,14 @@ def check_rollout(config: Any, role: str = "rollout") -> None:
     if rollout.name == "vllm" and not elsewhere:
         from workers.rollout.vllm.setup import check_version
 
-        check_version(devices_of(config.trainer).type)
+        check_version(run_devices(config.trainer).type)
 
 
 def check_vllm(config: Any, reads_images: bool) -> None:
     """Reject a policy that vLLM starts, but whose log-probs it cannot compute."""
     from workers.rollout.vllm import setup
 
-    policy, device_type = config.actor_rollout_ref, devices_of(config.trainer).type
+    policy, device_type = config.actor_rollout_ref, run_devices(config.trainer).type
     dtype = dtype_name(rollout_dtype(policy, device_type))
     folder = model_folder(policy.model.path, weights=False)
     setup.check_model(str(folder), reads_images, device_type, dtype)
@@ -93,7 +93,7 @@ def check_images(config: Any, has_images: bool) -> None:
     if not has_images:
         return
     if (
-        resolve_engine(config.actor_rollout_ref.rollout.name, devices_of(config.trainer).type)
+        resolve_engine(config.actor_rollout_ref.rollout.name, run_devices(config.trainer).type)
         == "vllm"
     ):
         check_vllm(config, reads_images=True)

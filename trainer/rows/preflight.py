@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TypeVar
 
 from trainer.config.checks import check_axes_of, check_checkpoint_of, check_passes, check_ranks
-from trainer.config.devices import check_offload, devices_of
+from trainer.config.devices import check_offload, run_devices
 from trainer.data.model_config import num_positions, read_model_config
 from trainer.memory import (
     UNKNOWN,
@@ -68,7 +68,7 @@ def preflight(config: RowConfig) -> None:
             check_passes(config, role, model, rows, ("data.micro_batch_size_per_gpu", at_once))
         check_adapter(model.model, model.head)
 
-    devices = devices_of(config.trainer)
+    devices = run_devices(config.trainer)
     if devices.bytes is not None:
         roles = role_memories(config, devices.type)
         check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
@@ -76,7 +76,7 @@ def preflight(config: RowConfig) -> None:
 
 def resolve_config(config: R) -> R:
     """Return the configuration with as few recomputed layers as the memory of GPUs allows."""
-    devices = devices_of(config.trainer)
+    devices = run_devices(config.trainer)
     return with_fewest_recomputed_layers(
         config, devices, role_models(config), lambda tried: role_memories(tried, devices.type)
     )
@@ -118,7 +118,7 @@ def longest_row(config: RowConfig) -> int:
 
 def plan_text(config: RowConfig, brief: bool = False, heading: str = "Memory") -> str:
     """Return the memory table for this run's devices, or the reason why there is none."""
-    devices = devices_of(config.trainer)
+    devices = run_devices(config.trainer)
     try:
         roles = role_memories(resolve_config(config), devices.type)
     except (ConfigError, OSError, ValueError) as error:

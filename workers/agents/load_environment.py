@@ -18,7 +18,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
-from verl_like.registry import load_from, load_object
+from verl_like.registry import load_attribute, load_object
 from workers.agents.calls import FORMS, Parser, of_user, parse
 from workers.agents.environment import ENVIRONMENT_ADAPTERS, Environment, EnvironmentAdapter
 from workers.agents.tools import NO_TOOLS, Tool
@@ -191,7 +191,7 @@ def in_full(path: str) -> str:
     where, name, own_id = _parts(path)
     prefix = path.partition(":")[0]
     if prefix in ENVIRONMENT_ADAPTERS:
-        adapter = load_from(where, name, path, path)
+        adapter = load_attribute(where, name, path, path)
         return f"{prefix}:{getattr(adapter, 'id_in_full', str)(own_id)}"
     if not name or not where.endswith(".py"):
         return path

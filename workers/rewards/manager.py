@@ -88,7 +88,7 @@ class RewardManager:
         `RESPONSE_TEXT`.
         """
         mask = read_columns(batch, "response_mask")["response_mask"].bool()
-        return self._thread.submit(self._score, samples_of(batch, self._tokenizer), mask)
+        return self._thread.submit(self._score, reward_samples(batch, self._tokenizer), mask)
 
     def _score(self, samples: list[Sample], mask: Tensor) -> TermScores:
         """Score the samples; return token scores, failures, named numbers and metrics."""
@@ -153,7 +153,7 @@ def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[T
     return scores, step_ends
 
 
-def samples_of(batch: DataProto, tokenizer: Any) -> list[Sample]:
+def reward_samples(batch: DataProto, tokenizer: Any) -> list[Sample]:
     """Return what a reward function can read of each row."""
     columns = batch.non_tensor_batch
     rows = range(len(batch))

@@ -22,7 +22,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 from verl_like.process.pool import UserEnd, describe_error
 from verl_like.process.supervisor import supervise
-from verl_like.registry import load_from
+from verl_like.registry import load_attribute
 from workers.rewards.call import RewardCall
 from workers.rewards.outcome import LATE, NO_REWARD, Outcome, Sample, place_of, read_outcome
 from workers.rewards.scorer import BATCH_SHARES, FunctionSpec
@@ -48,7 +48,7 @@ def serve(driver: UserEnd, spec: FunctionSpec, withheld: Collection[str] = ()) -
     """
 
     def load() -> tuple[RewardCall, Any]:
-        function = load_from(spec.path, spec.name, spec.path_key, spec.name_key)
+        function = load_attribute(spec.path, spec.name, spec.path_key, spec.name_key)
         try:
             call = RewardCall.of(function, spec.kwargs, spec.columns, spec.has_truth)
         except ConfigError as err:

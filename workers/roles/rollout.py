@@ -40,7 +40,7 @@ from workers.config import WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos, set_template_variables
 from workers.models.state import named_state
 from workers.rollout.base import RolloutEngine, SamplingParams, in_step
-from workers.rollout.batches import REQUEST, batch_of, samples_of
+from workers.rollout.batches import REQUEST, read_samples, to_batch
 from workers.rollout.build_engine import (
     build_engine,
     check_engine,
@@ -200,7 +200,7 @@ class RolloutWorker(WeightReceiver, Worker):
         stream = "validate" if data.meta_info.get("validate") else "train"
         seed_of = partial(sample_seed, self.seed, attempt=attempt, stream=stream)
         if self.players is None:
-            samples = samples_of(data, self.prompt_width, seed_of)
+            samples = read_samples(data, self.prompt_width, seed_of)
             numbers = self.engine.submit(samples, sampling)
         else:
             numbers = self.players.submit(data, self.engine, sampling, seed_of)
@@ -213,7 +213,7 @@ class RolloutWorker(WeightReceiver, Worker):
         sampling, pad = self._sampling, self._pad
         samples = [r if isinstance(r, Sample) else r.sample for r in results]
         samples += [Sample([pad], finish_reason="pad")] * (num_rows - len(samples))
-        batch = batch_of(
+        batch = to_batch(
             samples,
             (self.prompt_width, self.response_width),
             pad,

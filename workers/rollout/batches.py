@@ -30,7 +30,7 @@ SeedOf = Callable[[str, int], int]
 """A function that maps uid and sample index to the seed of the sample (`sample_seed`)."""
 
 
-def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Sample]:
+def read_samples(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Sample]:
     """Return one sample, still without a response, per row that is not padding.
 
     The optional column `end_at` limits the response tokens of each sample.
@@ -62,7 +62,7 @@ def samples_of(data: DataProto, prompt_width: int, seed_of: SeedOf) -> list[Samp
     return samples
 
 
-def batch_of(
+def to_batch(
     samples: Sequence[Sample],
     widths: tuple[int, int],
     pad: int,

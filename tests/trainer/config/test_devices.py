@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer.config.compose import load_config
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.config.schema import TrainerConfig
 from trainer.groups.describe import describe_devices
 from trainer.launch import ALL_FOUND, run
@@ -114,7 +114,7 @@ def test_more_gpus_than_simulated_are_rejected(tiny_dir: Path, tmp_path: Path) -
     ],
 )
 def test_simulated_gpus_have_a_name_or_a_size(simulate: str, gib: int) -> None:
-    gpus = devices_of(TrainerConfig(simulate=simulate))
+    gpus = run_devices(TrainerConfig(simulate=simulate))
     assert (gpus.type, gpus.num_gpus, gpus.bytes) == ("cuda", int(simulate[0]), gib * 2**30)
 
 

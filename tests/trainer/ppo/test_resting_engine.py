@@ -19,7 +19,7 @@ def test_a_sleeping_engine_changes_no_number(
     settings += ("actor_rollout_ref.rollout.name=hf", "trainer.backend=local")
     awake, asleep = (tmp_path / name for name in ("awake", "asleep"))
     run(load_config(overrides(tiny_dir, awake, *settings)))
-    monkeypatch.setattr("trainer.ppo.weight_sync.devices_of", lambda _: Devices("cuda", 1))
+    monkeypatch.setattr("trainer.ppo.weight_sync.run_devices", lambda _: Devices("cuda", 1))
     run(load_config(overrides(tiny_dir, asleep, *settings)))
     assert numbers(asleep) == numbers(awake)
     assert len(calls(asleep, "sleep")) == 2

@@ -19,7 +19,7 @@ from trainer.tools.report.page import write_report
 from trainer.tools.report.read import read_run
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
-from verl_like.files import lines_of, parse_json
+from verl_like.files import parse_json, text_lines
 
 TEXTS = ["plain", "half \ud800 a character", "a\u2028b\u2029c\x85d", '日本\n"\\']
 
@@ -47,7 +47,7 @@ def batch_of(texts: list[str]) -> DataProto:
 
 def test_every_text_of_a_sample_is_read_back(tokenizer: Any, tmp_path: Path) -> None:
     write_samples(tmp_path, 1, batch_of(TEXTS), tokenizer)
-    rows = [parse_json(line) for line in lines_of(tmp_path / "1.jsonl")]
+    rows = [parse_json(line) for line in text_lines(tmp_path / "1.jsonl")]
     assert [row["gts"] for row in rows] == TEXTS
     assert [row["data_source"] for row in rows] == TEXTS
     assert [row["note"] for row in rows] == [{text: [text]} for text in TEXTS]

@@ -28,7 +28,7 @@ from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rewards.environment import trajectory_metrics
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.batches import batch_of as make_batch
+from workers.rollout.batches import to_batch as make_batch
 from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sampling import sample_seed
 

@@ -14,7 +14,7 @@ from trainer.rollouts.rollouts import with_responses
 from trainer.rollouts.samples import write_samples
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
-from workers.rewards.manager import decode_responses, decode_rows, samples_of
+from workers.rewards.manager import decode_responses, decode_rows, reward_samples
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_all_rewards_and_the_sample_log_share_one_decoding(
 
     monkeypatch.setattr("workers.rewards.manager.decode_rows", counted)
     for _ in range(2):
-        assert [row["solution_str"] for row in samples_of(batch, tokenizer)] == list("abcd")
+        assert [row["solution_str"] for row in reward_samples(batch, tokenizer)] == list("abcd")
     write_samples(tmp_path, 1, batch[torch.tensor([3, 0])], tokenizer)
     lines = (tmp_path / "1.jsonl").read_text().splitlines()
     assert [json.loads(line)["output"] for line in lines] == ["d", "a"]

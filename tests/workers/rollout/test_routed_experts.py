@@ -17,7 +17,7 @@ from verl_like.errors import ConfigError, RolloutError
 from workers.config import RolloutConfig
 from workers.models.routing import Routers
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
-from workers.rollout.batches import batch_of
+from workers.rollout.batches import to_batch
 from workers.rollout.build_engine import check_notes_routing
 from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.native.engine import NativeRolloutEngine
@@ -98,7 +98,7 @@ def test_the_column_of_experts_has_a_row_for_every_token(model: Any) -> None:
     requests = [Sample(row[mask].tolist(), 7) for row, mask in zip(ids, masks, strict=True)]
     outputs = engine.generate(requests, SAMPLING)
     empty, pads = engine.no_choices(), [Sample([0], finish_reason="pad")]
-    batch = batch_of([*outputs, *pads], (6, 12), 0, 1, no_choices=empty)
+    batch = to_batch([*outputs, *pads], (6, 12), 0, 1, no_choices=empty)
     column = batch.column("routed_experts")
     assert torch.equal(column.lengths, batch.column("input_ids").lengths)
     for row, output in zip(column.rows(), outputs, strict=False):
@@ -107,7 +107,7 @@ def test_the_column_of_experts_has_a_row_for_every_token(model: Any) -> None:
 
     cut = replace(outputs[0], name="uid 3", routed_experts=outputs[0].routed_experts[:-1])
     with pytest.raises(RolloutError, match="uid 3 has the experts of .* tokens"):
-        batch_of([cut], (6, 12), 0, 1, no_choices=empty)
+        to_batch([cut], (6, 12), 0, 1, no_choices=empty)
 
 
 class PlainEngine(EmptyEngine):

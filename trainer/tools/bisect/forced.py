@@ -17,7 +17,7 @@ from trainer.tools.replay.replay import replay
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import read_column
-from workers.rollout.batches import batch_of
+from workers.rollout.batches import to_batch
 from workers.rollout.sample import LENGTH_LIMIT, Sample
 
 
@@ -72,7 +72,7 @@ def batch_with(step: Step, trainer: Any, batch: DataProto) -> DataProto:
     ]
     widths = max(map(len, prompts)), max(map(len, responses))
     pad = batch.meta_info["pad_token_id"]
-    forced = batch_of(samples, widths, pad, version)
+    forced = to_batch(samples, widths, pad, version)
     scores = torch.zeros(len(samples), widths[1])
     last = torch.tensor([len(tokens) - 1 for tokens in responses])
     scores[torch.arange(len(samples)), last] = torch.tensor(arrays["scores"]).float()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.memory import model_memory
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
@@ -120,7 +120,7 @@ class PPOJob(Job):
 
     def check_run(self, config: PPOConfig) -> None:
         """Raise if the roles do not fit; other checks run while the keys are composed."""
-        check_memory(config, devices_of(config.trainer))
+        check_memory(config, run_devices(config.trainer))
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
     def layouts(self, role: str, num_gpus: int) -> list[Layout]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from trainer.config.devices import devices_of
+from trainer.config.devices import run_devices
 from trainer.memory import gib, memory_table
 from trainer.tools.planner.cost import measured_on
 from trainer.tools.planner.job import Job, cluster_keys, layout_keys
@@ -51,7 +51,7 @@ def plan_text(job: Job) -> str:
         shown.append(f"and {len(more)} more")
     first = best[0]
     config = job.configured(first)
-    gpus = replace(devices_of(config.trainer), gpu=job.device.name)
+    gpus = replace(run_devices(config.trainer), gpu=job.device.name)
     trained = next(role for role, model in job.models.items() if model.trains)
     samples = job.rows(trained).samples
     steps = job.config.trainer.total_training_steps

@@ -27,7 +27,7 @@ from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits
-from workers.rollout.batches import batch_of
+from workers.rollout.batches import to_batch
 from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
 from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
@@ -207,7 +207,7 @@ def test_the_policy_version_is_that_of_the_oldest_token() -> None:
     samples = [
         Sample([9]).with_response(row.long(), row.float()[:, None], row, "stop") for row in versions
     ]
-    column = batch_of(samples, (6, 5), 0, 3).batch["policy_version"]
+    column = to_batch(samples, (6, 5), 0, 3).batch["policy_version"]
     assert column.dtype == torch.int64
     assert column.tolist() == [1, 2, 3]
 
