@@ -38,12 +38,7 @@ from verl_like.errors import CallbackError, ConfigError, VerlLikeError
 from verl_like.files import is_remote
 from verl_like.masking import mask_text
 from verl_like.process.info import OWN_PROCESS
-from verl_like.terminal import (
-    draw_table,
-    exit_on_broken_pipe,
-    printable,
-    survive_broken_pipes,
-)
+from verl_like.terminal import draw_table, exit_on_broken_pipe, printable, survive_broken_pipes
 from workers.cpu.allocator import keep_freed_memory
 
 if TYPE_CHECKING:

@@ -19,12 +19,7 @@ from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import committed
 from trainer.run_folder.signals import StopSignals
 from verl_like.config_key import replace_keys
-from verl_like.errors import (
-    VerlLikeError,
-    WaitTimeoutError,
-    WeightSyncError,
-    WorkerDiedError,
-)
+from verl_like.errors import VerlLikeError, WaitTimeoutError, WeightSyncError, WorkerDiedError
 from verl_like.files import json_line
 from verl_like.masking import mask_text
 

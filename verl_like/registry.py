@@ -12,8 +12,8 @@
 With `Registry(kind, check)`, an entry that does not fit its call is rejected at once.
 
 `load_object` reads the three forms of a path: `package.module.name`, `package.module:name` and
-`folder/file.py:name`. `load_attribute` loads a name from a file or a module. Nothing here imports torch,
-because the processes that run reward functions start with this module.
+`folder/file.py:name`. `load_attribute` loads a name from a file or a module. Nothing here imports
+torch, because the processes that run reward functions start with this module.
 """
 
 from __future__ import annotations

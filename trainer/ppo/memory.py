@@ -25,13 +25,7 @@ from verl_like.errors import ConfigError
 from verl_like.placement.pools import expand_roles
 from verl_like.process.machine import memory_gib
 from workers.config import fewest_tokens_per_pass, is_actors_module, model_rewards, tokens_per_pass
-from workers.memory import (
-    GIB,
-    LargestPass,
-    RoleMemory,
-    rollout_memory,
-    sync_bytes,
-)
+from workers.memory import GIB, LargestPass, RoleMemory, rollout_memory, sync_bytes
 from workers.parallel.sharding import dims_of
 
 P = TypeVar("P", bound=PPOConfig)

@@ -24,11 +24,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import in_order_of_names
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import select_arguments
-from workers.columns import (
-    read_columns,
-    sampled_log_probs_column,
-    write_columns,
-)
+from workers.columns import read_columns, sampled_log_probs_column, write_columns
 from workers.config import ActorConfig
 from workers.losses.registry import get_policy_loss, traits_of
 

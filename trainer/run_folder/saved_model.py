@@ -15,13 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.folder import (
-    MODEL,
-    committed,
-    marker_of_model,
-    read_marker,
-    reject_damaged,
-)
+from trainer.run_folder.folder import MODEL, committed, marker_of_model, read_marker, reject_damaged
 from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, DamagedCheckpointError, nearest
 from workers.config import ModelConfig

@@ -34,11 +34,7 @@ from verl_like.calls.messages import Call, Header, RemoteError, UpstreamError, u
 from verl_like.calls.result import split_result
 from verl_like.errors import WorkerError
 from verl_like.masking import add_secrets
-from verl_like.process.info import (
-    ProcessInfo,
-    loopback_environment,
-    torchrun_environment,
-)
+from verl_like.process.info import ProcessInfo, loopback_environment, torchrun_environment
 from verl_like.process.role_log import RoleState, RoleTurns
 from verl_like.process.store import open_store
 from verl_like.process.worker import Worker, construction, process_device

@@ -8,12 +8,7 @@ from verl_like.tensor_ops.logprobs import (
     logprobs_from_logits,
     sum_pi_squared_from_logits,
 )
-from verl_like.tensor_ops.masked import (
-    last_places,
-    masked_mean,
-    masked_sum,
-    zero_outside,
-)
+from verl_like.tensor_ops.masked import last_places, masked_mean, masked_sum, zero_outside
 
 __all__ = [
     "logprobs_and_entropy_from_logits",

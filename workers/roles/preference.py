@@ -13,12 +13,7 @@ import torch
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import to_padded
 from verl_like.calls.dispatch import Dispatch, register
-from workers.config.rows import (
-    PreferenceWorkerConfig,
-    has_reference,
-    has_sft_length,
-    loss_reads,
-)
+from workers.config.rows import PreferenceWorkerConfig, has_reference, has_sft_length, loss_reads
 from workers.losses.aggregate import LossAndMetrics
 from workers.losses.preference import LABELED_COLUMNS, SFT_LENGTH, measures
 from workers.models.lora import adapter_off

@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from workers.training.microbatch import (
-    MicroBatches,
-    dummy_micro_batch,
-)
+from workers.training.microbatch import MicroBatches, dummy_micro_batch
 
 if TYPE_CHECKING:
     from workers.training.sharded_model import Model

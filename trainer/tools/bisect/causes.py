@@ -13,13 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.tools.bisect.probes import (
-    COEFFICIENTS,
-    FORMULAS,
-    PROBES,
-    Settings,
-    formulas_of,
-)
+from trainer.tools.bisect.probes import COEFFICIENTS, FORMULAS, PROBES, Settings, formulas_of
 from trainer.tools.bisect.sides import IDS, STAGES, Step
 from trainer.tools.bisect.walk import Finding, Pair, pair_of
 

@@ -22,12 +22,7 @@ from torch import Tensor
 from workers.models.routing import RecordedChoices
 from workers.rollout.base import SamplingParams, TakeBudget
 from workers.rollout.module_engine import ModuleRolloutEngine
-from workers.rollout.native.direct_forward import (
-    MIN_ROWS,
-    DirectForward,
-    fewest_rows,
-    uses_onednn,
-)
+from workers.rollout.native.direct_forward import MIN_ROWS, DirectForward, fewest_rows, uses_onednn
 from workers.rollout.native.kv_cache import (
     CacheMemory,
     SlotCache,
