@@ -99,11 +99,12 @@ def try_rewards(
     """Return the scored responses, and a list of lines about them.
 
     Raise if a function fails on all responses. Return None instead of the responses if there is no
-    function, if there is also a server, or if a function fails on some responses: the names of the
-    numbers may then be incomplete.
+    function, if there is also a server or an environment, or if a function fails on some responses:
+    the names of the numbers may then be incomplete.
     """
     functions = [part for part in rewards.parts if part.config.kind == "function"]
-    if not functions or any(part.config.kind == "remote" for part in rewards.parts):
+    kinds = {part.config.kind for part in rewards.parts}
+    if not functions or kinds & {"remote", "environment"}:
         return None, []
     first = prompts.first_of_each_source()
     rest = [row for row in prompts.rows[: 2 * MOST_ROWS].tolist() if row not in first]

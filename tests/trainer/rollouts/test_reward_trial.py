@@ -172,3 +172,16 @@ def test_a_dry_run_explains_scores_that_are_all_zero(
     text = capsys.readouterr().out
     assert f"with their ground truth as response{words}" in text
     assert ("otherwise check the reward" in text) == is_explained
+
+
+def test_a_dry_run_accepts_a_reward_next_to_an_environment(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = tmp_path / "ends.py"
+    environment.write_text(
+        "from verl_like import Environment, TrajectoryEnd\n"
+        "class Ends(Environment):\n"
+        "    def step(self, text): return TrajectoryEnd(1.0)\n"
+    )
+    start("zero", PPO, f"environment={environment}:Ends", "trainer.dry_run=true")
+    assert "No errors found" in capsys.readouterr().out
