@@ -14,8 +14,10 @@ from typing import Any
 
 import yaml
 
+from verl_like import Worker
+from verl_like.calls.future import WorkerFuture
 from verl_like.config_key import Section
-from verl_like.extend import CheckpointMixin
+from verl_like.extend import CheckpointMixin, Trainer
 from verl_like.lazy import names_by_block
 
 DATA = Path(__file__).resolve().parent / "data" / "api.yaml"
@@ -63,20 +65,23 @@ def called(name: str, target: Any) -> str:
     shown = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
     for number, parameter in enumerate(shown):
         text = ", " * bool(number) + described(parameter)
-        if len(f"{line}{text}, …{end}") > LONGEST_LINE:
+        rest = ", …" if number + 1 < len(shown) else ""
+        if len(f"{line}{text}{rest}{end}") > LONGEST_LINE:
             return f"{line}{', ' * bool(number)}…{end}"
         line += text
     return f"{line}{end}"
 
 
-LONGEST_LINE = 82
+LONGEST_LINE = 72
 """Columns of the longest signature; further parameters are three dots."""
 
 
 def has_no_parameters(target: Any) -> bool:
-    """Return whether nobody constructs the class, or its parameters are the keys of a section."""
-    is_class = inspect.isclass(target)
-    return is_class and issubclass(target, BaseException | enum.Enum | Section | CheckpointMixin)
+    """Return whether users do not construct the class, or its parameters are keys of a section."""
+    return inspect.isclass(target) and issubclass(
+        target,
+        BaseException | enum.Enum | Section | Trainer | Worker | WorkerFuture | CheckpointMixin,
+    )
 
 
 def described(parameter: inspect.Parameter) -> str:
