@@ -352,7 +352,7 @@ class WeightedScores:
         began = time.monotonic()
         end = math.inf if timeout is None else began + timeout
         while not future.done() and time.monotonic() < end:
-            wait([future], max(0.0, min(end - time.monotonic(), CHECK_S)))
+            wait([future], min(end - time.monotonic(), CHECK_S))
             self._check(str(self))  # for lost workers, which no call would detect
             if time.monotonic() - began > SLOW_S and not future.done():
                 self._rewards.note_slow(part, f"{len(self._mask)} samples")

@@ -93,6 +93,17 @@ def test_an_object_that_json_cannot_encode_is_rejected_with_its_place(value, rea
     assert os.listdir(tmp_path) == []
 
 
+def test_an_object_has_at_most_a_hundred_levels(tmp_path):
+    deep = 1
+    for _ in range(50):
+        deep = [{"below": deep}]
+    data = DataProto(meta_info={"deep": deep})
+    data.save_to_disk(tmp_path / "batch")
+    assert DataProto.load_from_disk(tmp_path / "batch").meta_info == {"deep": deep}
+    with pytest.raises(BatchError, match=r"meta_info\['deep'\].* in 100 others"):
+        DataProto(meta_info={"deep": [deep]}).save_to_disk(tmp_path / "batch")
+
+
 def test_an_object_that_contains_itself_is_rejected(tmp_path):
     loop = []
     loop.append(loop)
