@@ -9,13 +9,14 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer.config.compose import load_config
-from trainer.config.devices import run_devices
+from trainer.config.devices import check_offload, run_devices
 from trainer.config.schema import TrainerConfig
 from trainer.groups.describe import describe_devices
 from trainer.launch import ALL_FOUND, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError, VerlLikeError
+from workers.config import FSDPConfig
 
 FOR_GPUS = (
     "trainer.device=cuda",
@@ -28,6 +29,14 @@ FOR_GPUS = (
 
 def config_of(tiny: Path, folder: Path, *settings: str) -> PPOConfig:
     return load_config(overrides(tiny, folder / "run", "trainer.logger=[]", *settings), PPO)
+
+
+def test_offloading_is_rejected_on_the_cpus_of_one_machine() -> None:
+    sections = {"critic": ("fsdp", "critic", FSDPConfig(param_offload=True))}
+    check_offload(TrainerConfig(device="cpu", nnodes=2), sections)
+    check_offload(TrainerConfig(dry_run=True, simulate="8xH100"), sections)
+    with pytest.raises(ConfigError, match="^critic.fsdp_config.param_offload=true: "):
+        check_offload(TrainerConfig(device="cpu"), sections)
 
 
 def test_a_command_for_gpus_is_checked_on_a_machine_without_any(

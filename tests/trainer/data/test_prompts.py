@@ -95,6 +95,18 @@ def test_a_resumed_loader_continues_where_it_stopped(make_loader: Any) -> None:
     assert resumed.epoch == 18 / len(resumed) == 2
 
 
+def test_a_loader_describes_its_training_and_validation_rows(
+    make_loader: Any, tmp_path: Path
+) -> None:
+    row = {"prompt": "a", "data_source": "s", "reward_model": {"ground_truth": "a"}}
+    train, val = tmp_path / "train.jsonl", tmp_path / "val.jsonl"
+    train.write_text(json.dumps({**row, "level": 1, "topic": "sums"}), encoding="utf-8")
+    val.write_text(json.dumps({**row, "data_source": "v", "level": 2}), encoding="utf-8")
+    loader = make_loader(train, train_batch_size=1, val_files=str(val))
+    assert loader.data_sources == {"s", "v"}
+    assert loader.columns == ["level"], "validation rows have no topic"
+
+
 def test_the_position_in_other_data_is_rejected(make_loader: Any) -> None:
     with pytest.raises(CheckpointError, match="batch_size: saved 32, now 16"):
         make_loader(train_batch_size=16).load_state_dict(make_loader().state_dict())

@@ -320,6 +320,7 @@ def test_each_environment_has_its_own_limits_and_metrics(model: Any, tokenizer: 
     batch = make_batch([one.sample for one in played], (LIMITS.prompt_width, WIDTH), 0, 0)
     infos = trajectory_columns(batch, played).non_tensor_batch["trajectory"].tolist()
     metrics = trajectory_metrics(infos)
+    assert metrics["agents/num_turns/max"] == 3
     for name, num_turns, num_failed in (("plain", 3, 0), ("short", 1, 0), ("slow", 1, 1)):
         prefix = f"agents/by_environment/{name}"
         assert metrics[f"{prefix}/share"] == 0.25

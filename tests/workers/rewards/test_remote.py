@@ -18,7 +18,7 @@ from workers.config import RewardConfig
 from workers.rewards import remote
 from workers.rewards.remote import RemoteScorer, check_url
 from workers.rewards.scorer import FunctionSpec, Scorer
-from workers.rewards.server import RewardServer
+from workers.rewards.server import RewardServer, read_samples
 
 FUNCTION = """
 def score(solution_str, ground_truth, extra_info):
@@ -266,6 +266,34 @@ def test_the_token_is_checked_before_the_body_is_read(served: RewardServer) -> N
     with socket.create_connection(served.server_address[:2], timeout=10) as client:
         client.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
         assert client.recv(64).startswith(b"HTTP/1.1 401 ")
+
+
+def test_a_connection_with_a_wrong_token_is_closed(served: RewardServer) -> None:
+    with socket.create_connection(served.server_address[:2], timeout=10) as client:
+        client.sendall(b"POST /score HTTP/1.1\r\nContent-Length: 4\r\n\r\nbody" * 2)
+        answer = b"".join(iter(lambda: client.recv(4096), b""))
+    assert answer.count(b"HTTP/1.1 401 ") == 1
+
+
+def test_scores_have_the_status_200(served: RewardServer) -> None:
+    import urllib.request
+
+    headers = {"Authorization": "Bearer secret"}
+    request = urllib.request.Request(served.url, b'{"samples": []}', headers)
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        assert reply.status == 200
+
+
+def test_requests_in_both_formats_have_samples() -> None:
+    row = {"data_source": "s", "extra_info": {"bonus": 1}}
+    plain, other = read_samples({"samples": [{"solution_str": "a"}, row]})
+    assert plain == {"solution_str": "a", "data_source": "", "extra_info": {}}
+    assert other == row
+    queries = {"query": ["pa", "qb"], "prompts": ["p", "q"]}
+    labeled = read_samples({**queries, "labels": ["x", "y"]})
+    assert [entry["solution_str"] for entry in labeled] == ["a", "b"]
+    assert [entry["ground_truth"] for entry in labeled] == ["x", "y"]
+    assert [entry["ground_truth"] for entry in read_samples(queries)] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,13 @@ def test_every_estimator_has_a_twin():
     assert set(TWINS) == set(ADVANTAGE_ESTIMATORS)
 
 
+@pytest.mark.parametrize("only_one_score", [False, True])
 @pytest.mark.parametrize(("name", "settings"), EVERY_SETTING)
-def test_every_estimator_equals_its_twin(columns, name, settings):
-    batch = whole_batch(*columns)
+def test_every_estimator_equals_its_twin(columns, name, settings, only_one_score):
+    rewards, values, mask = columns
+    if only_one_score:
+        rewards = torch.where(torch.arange(ROWS)[:, None] == 4, rewards, 0.0)
+    batch = whole_batch(rewards, values, mask)
     results = ADVANTAGE_ESTIMATORS[name](**arguments_of(name, batch, settings))
     for result, plain in zip(results, TWINS[name](case_of(batch, settings)), strict=True):
         torch.testing.assert_close(result, torch.tensor(plain, dtype=torch.float64))
