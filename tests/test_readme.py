@@ -72,4 +72,4 @@ def test_the_architecture_picture_matches_its_script() -> None:
 
 
 def test_the_readme_counts_the_presets() -> None:
-    assert f"{len(PPO.preset_names('algorithm'))}\n[presets]" in README
+    assert f"{len(PPO.preset_names('algorithm'))} [presets]" in README

@@ -124,7 +124,7 @@ class PPO(PythonRun):
             lr: the actor's learning rate.
             critic_lr: the critic's learning rate.
             n: samples per prompt.
-            mini_batch_size: prompts per mini-batch.
+            mini_batch_size: size of a mini-batch in prompts; it has `n` times as many samples.
             max_prompt_length: longest prompt in tokens.
             max_response_length: longest response in tokens.
             temperature: sampling temperature.

@@ -43,6 +43,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     engine: TrainEngine
 
     def __init__(self, config: WorkersConfig) -> None:
+        """Build the model and its training engine."""
         super().__init__()
         self.policy = config.actor_rollout_ref
         self.config = self.policy.actor

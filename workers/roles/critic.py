@@ -58,6 +58,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
     engine: TrainEngine
 
     def __init__(self, config: WorkersConfig) -> None:
+        """Build the model and its training engine."""
         super().__init__()
         self.config = config.critic
         actor, critic = config.actor_rollout_ref.actor, config.critic
@@ -163,6 +164,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
     engine: MovingAverageTrainEngine
 
     def __init__(self, config: WorkersConfig) -> None:
+        """Build the model, which receives its weights from the critic."""
         super().__init__()
         self.budget = critic_budget(config)
         self.engine = MovingAverageTrainEngine(self.role_model(config), decay=0.0)

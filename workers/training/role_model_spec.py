@@ -37,7 +37,7 @@ class RoleModelSpec:
         head: "token" for a language model, "scalar" for values per position, "score" per row.
         parallel: sizes of the parallel axes; None: only data-parallel ranks.
         trains: True if the role has gradients and an optimizer.
-        quantization: "int8" if linear weights are stored as int8.
+        quantization: "int8" or "nf4" if frozen linear weights are stored in this format.
         has_average: True if the role has a float32 moving average of the weights.
         saved: the parts of a checkpoint, such as "model" and "optimizer".
         section: the configuration section that contains `fsdp_config`, for messages.

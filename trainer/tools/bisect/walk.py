@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +41,8 @@ COSMETIC = {
     *("logging_dir", "trainer.total_training_steps", "trainer.save_freq"),
 }
 """Keys that change no number by themselves."""
+LONGEST_PATH = 4096
+"""Characters of a path; longer texts are no files."""
 
 
 @dataclass
@@ -244,11 +248,23 @@ def model_config(side: Side) -> dict[str, Any]:
 
 
 def same(x: Any, y: Any) -> bool:
-    """Return whether two settings are equal; numbers may be text."""
+    """Return whether two settings are equal; numbers may be text, and files have their contents."""
     try:
         return bool(np.isclose(float(x), float(y), rtol=1e-6, atol=0))
     except (TypeError, ValueError):
-        return str(x).lower() == str(y).lower()
+        return str(x).lower() == str(y).lower() or with_contents(x) == with_contents(y)
+
+
+def with_contents(value: Any) -> Any:
+    """Return a setting in which the digest of a file stands for its path."""
+    if isinstance(value, dict):
+        return {name: with_contents(below) for name, below in value.items()}
+    if isinstance(value, list):
+        return [with_contents(below) for below in value]
+    if isinstance(value, str) and len(value) < LONGEST_PATH and Path(value).is_file():
+        with open(value, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    return value
 
 
 def decoded(steps: Pair, row: int | None, tokenizer: Any) -> list[str]:

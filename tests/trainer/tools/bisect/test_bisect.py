@@ -13,7 +13,8 @@ import torch
 
 from trainer.cli.bisect import bisect, main
 from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
-from trainer.tools.bisect.sides import read_arrays
+from trainer.tools.bisect.sides import OURS, Side, read_arrays
+from trainer.tools.bisect.walk import different_settings
 from verl_like.record import Recorder, RecordError
 from workers.losses.aggregate import agg_loss
 
@@ -164,6 +165,17 @@ def test_a_loss_without_samples_has_a_setting_as_cause(tmp_path: Path) -> None:
         Recorder(tmp_path / name, "mine", {"beta": x}).step(1, loss=x)
     finding = bisect(str(tmp_path / "a"), str(tmp_path / "b"))
     assert (finding.stage, finding.causes[0]["setting"]) == ("loss", "beta")
+
+
+def test_files_with_the_same_contents_are_no_different_setting(tmp_path: Path) -> None:
+    sides = []
+    for number, rows in enumerate(["1\n2\n", "1\n2\n", "1\n3\n"]):
+        file = tmp_path / f"rows-{number}.jsonl"
+        file.write_text(rows)
+        settings = {"data.train_files": [str(file)], "reward.list": [{"path": str(file), "n": 1}]}
+        sides.append(Side(str(number), OURS, settings, {}, lambda _: {}))
+    assert different_settings(sides[0], sides[1]) == {}
+    assert [*different_settings(sides[0], sides[2])] == ["data.train_files", "reward.list"]
 
 
 def test_noise_below_the_rounding_of_a_stage_is_no_difference(tmp_path: Path) -> None:
