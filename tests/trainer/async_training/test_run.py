@@ -293,6 +293,15 @@ def test_a_key_that_no_generator_reads_is_a_notice(
     assert f"note: {key} has no effect: " in caplog.text
 
 
+@pytest.mark.parametrize(("settings", "devices"), [((), 3), (("trainer.n_gpus_per_node=5",), 5)])
+def test_a_node_has_the_devices_of_its_pools_unless_they_are_set(
+    settings: tuple[str, ...], devices: int, tiny_dir: Path, tmp_path: Path
+) -> None:
+    two = ("async_training.generators=2", "trainer.device=cuda", *settings)
+    config = load_config(overrides(tiny_dir, tmp_path, *two), ASYNC)
+    assert config.trainer.n_gpus_per_node == devices
+
+
 def test_a_run_does_not_resume_within_a_round(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
