@@ -252,7 +252,7 @@ def _reject_losses(config: PPOConfig) -> None:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     # in bypass mode nothing may read old log-probs, and the loss must be one that can be corrected
     correction = algorithm.rollout_correction
-    if correction.weighs or correction.rejects:
+    if correction.has_importance_weights or correction.rejects_tokens:
         from workers.losses.correction import RolloutCorrection
 
         RolloutCorrection.of(correction)

@@ -141,7 +141,7 @@ def _without(batch: DataProto, left_out: Tensor) -> DataProto:
 
 def corrects(config: RolloutCorrectionConfig) -> bool:
     """Return whether `correct_rollout` weights or rejects tokens."""
-    return not config.bypass_mode and (config.weighs or config.rejects)
+    return not config.bypass_mode and (config.has_importance_weights or config.rejects_tokens)
 
 
 @register_filter(

@@ -68,7 +68,7 @@ def rollout_configs(config: Any) -> list[RolloutConfig]:
 
 
 @dataclass(frozen=True)
-class Scoring:
+class ScoringCall:
     """One call in which a role that is not a reward scores samples."""
 
     role: str
@@ -81,13 +81,13 @@ class Scoring:
         return self.writes[0]
 
 
-def scoring_calls(config: Any) -> list[Scoring]:
+def scoring_calls(config: Any) -> list[ScoringCall]:
     """Return the calls that score samples, in the order in which roles are constructed.
 
     Copies of a role (`RunConfig.kind_of`) are not listed.
     """
     roles = expand_roles(config.role_mapping)
-    scorings = []
+    calls = []
     for role in config.role_workers:
         if role not in roles or config.kind_of(role) != role:
             continue
@@ -95,5 +95,5 @@ def scoring_calls(config: Any) -> list[Scoring]:
         for method, _, _ in registered_methods(cls):
             columns = declared_columns(cls, method)
             if columns is not None and columns.scores:
-                scorings.append(Scoring(role, method, columns.writes))
-    return scorings
+                calls.append(ScoringCall(role, method, columns.writes))
+    return calls

@@ -8,7 +8,7 @@ from __future__ import annotations
 from trainer.ppo.advantage_inputs import columns_read
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import corrects
-from trainer.ppo.roles import Scoring, scoring_calls
+from trainer.ppo.roles import ScoringCall, scoring_calls
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_column, read_columns
 from workers.config.conditions import has_teacher
@@ -16,22 +16,22 @@ from workers.losses.mismatch import MismatchGauge
 from workers.losses.registry import get_policy_loss, traits_of
 
 
-def readings(config: PPOConfig, in_update: bool) -> list[Scoring]:
+def calls_of_step(config: PPOConfig, in_update: bool) -> list[ScoringCall]:
     """Return the scoring calls of a step.
 
     Old log-probs are left out if the update computes them, or in bypass mode, which uses the
     rollout's log-probs.
     """
-    scorings = scoring_calls(config)
+    calls = scoring_calls(config)
     if config.algorithm.rollout_correction.bypass_mode or in_update:
-        return [scoring for scoring in scorings if scoring.column != "old_log_probs"]
-    return scorings
+        return [call for call in calls if call.column != "old_log_probs"]
+    return calls
 
 
-def further_columns(reading: Scoring, config: PPOConfig) -> dict[str, bool]:
+def column_settings(call: ScoringCall, config: PPOConfig) -> dict[str, bool]:
     """Return the settings of a call: the further columns that the estimator reads."""
     wanted = columns_read(config.algorithm.adv_estimator)
-    return {name: True for name in reading.writes[1:] if name in wanted}
+    return {name: True for name in call.writes[1:] if name in wanted}
 
 
 def update_can_compute_old_log_probs(config: PPOConfig) -> bool:

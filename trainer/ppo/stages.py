@@ -114,10 +114,10 @@ class PPOTrainer(Trainer):
         has_scores = "token_level_scores" in batch.columns
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
         is_current = scoring.policy_is_current(batch, config, step, self.weights.version)
-        for reading in scoring.readings(config, is_current):
-            if reading.role in self.groups and reading.column not in batch.columns:
-                settings = scoring.further_columns(reading, config)
-                calls.append(self.call(reading.role, reading.method, batch, **settings))
+        for call in scoring.calls_of_step(config, is_current):
+            if call.role in self.groups and call.column not in batch.columns:
+                settings = scoring.column_settings(call, config)
+                calls.append(self.call(call.role, call.method, batch, **settings))
         batch, metrics = rollouts.join_results(batch, gather(*calls))
 
         if "old_log_probs" in batch.columns:

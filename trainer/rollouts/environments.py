@@ -15,7 +15,7 @@ from workers.agents.load_environment import in_full
 from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.columns import ENVIRONMENT
 from workers.models.folder import factor_border, model_folder, read_hf_config
-from workers.training.passes.packing import SPLITS
+from workers.training.passes.packing import SEGMENTS_MAY_NOT_SHARE
 
 
 def check_environment(config: Any, tokenizer: Any) -> dict[str, Kind]:
@@ -41,7 +41,7 @@ def check_environment(config: Any, tokenizer: Any) -> dict[str, Kind]:
     if section.history_tokens == "retokenized":
         folder = model_folder(config.actor_rollout_ref.model.path, weights=False)
         if factor_border(read_hf_config(folder)) is not None:
-            raise ConfigError(SPLITS)
+            raise ConfigError(SEGMENTS_MAY_NOT_SHARE)
     with closing(EnvironmentHost(spec_of(section, tokenizer), section.step_timeout_s)) as host:
         for kind in host.kinds.values():
             TurnRenderer(tokenizer, kind.tools, [tokenizer.eos_token_id])

@@ -33,7 +33,7 @@ from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError, nearest
 from workers.config import ActorConfig, CriticConfig
 from workers.losses.token_sums import BOUNDS, LossInputs, TokenSum
-from workers.roles.served import MASK, OURS, SETTINGS, client_loss
+from workers.roles.served import LOSS_PREFIX, MASK, SETTINGS, client_loss
 
 if TYPE_CHECKING:
     from workers.images import ImageRef
@@ -216,7 +216,7 @@ def loss_of(message: Any, role: str, aliases: Mapping[str, str]) -> RequestLoss:
     for setting, value in settings.items():
         if value != value:
             raise BatchError(f"the loss {loss}: its setting {setting} is NaN. Use a number.")
-        if loss.startswith(OURS) and setting in keys:
+        if loss.startswith(LOSS_PREFIX) and setting in keys:
             is_text = bool(keys[setting].rules.choices)
             if is_text != isinstance(value, str):
                 kind = "a text" if is_text else "a number"
@@ -235,7 +235,7 @@ def algorithm_losses() -> dict[str, tuple[str, dict[str, Any]]]:
         loss = actor.pop("policy_loss")
         actor.pop("ppo_mini_batch_size", None)
         if actor.keys() <= LOSS_KEYS:
-            losses[f"{OURS}{file.stem}"] = f"{OURS}{loss['loss_mode']}", actor
+            losses[f"{LOSS_PREFIX}{file.stem}"] = f"{LOSS_PREFIX}{loss['loss_mode']}", actor
     return losses
 
 

@@ -58,19 +58,19 @@ class WorkerFuture:
         collect: Callable[[list[Header], list[Any]], Any],
         chunks: Sequence[Pending] = (),
         rows: int = 0,
-        keeps: Sequence[Any] = (),
+        argument_refs: Sequence[Any] = (),
         limit: tuple[float, str] | None = None,
     ):
         """Initialize the future; `collect` turns headers and payloads, by rank, into the result.
 
         `chunks` are the answers whose payloads are collected. `rows` is the length of the call's
-        batches, or 0. `keeps` holds references to the arguments until the call has ended, because
-        other calls may share them. `limit` replaces the deadline of calls: the seconds, and advice
-        on how to raise them.
+        batches, or 0. `argument_refs` holds references to the arguments until the call has ended,
+        because other calls may share them. `limit` replaces the deadline of calls: the seconds, and
+        advice on how to raise them.
         """
         self.name, self.transport, self.rows = name, transport, rows
         self.pending, self.chunks = list(pending), list(chunks)
-        self._collect, self._keeps, self._limit = collect, keeps, limit
+        self._collect, self._argument_refs, self._limit = collect, argument_refs, limit
         self._launched = time.time()
         self._outcome: tuple[Any, BaseException | None] | None = None
 
@@ -115,27 +115,27 @@ class WorkerFuture:
         """Ranks that were lost during the wait for this call."""
         return [call.rank for call in self.pending if isinstance(call.failure, WorkerDiedError)]
 
-    def where(self, call: Pending) -> str:
+    def describe(self, call: Pending) -> str:
         """Describe the call of one rank."""
         return f"{self.name}, {self.transport.describe(call.rank, call.role)}"
 
-    def late(self) -> str:
+    def describe_late(self) -> str:
         """Describe the ranks without an answer: the first ones, and how many more."""
         return few([self.transport.describe(call.rank, call.role) for call in self.open])
 
-    def note(self, call: Pending, answer: Any) -> None:
+    def record(self, call: Pending, answer: Any) -> None:
         """Record a rank's answer, or the error if it died or its answer cannot be sent."""
         if isinstance(answer, WorkerError):
-            call.failure = type(answer)(f"{self.where(call)}: {answer}")
+            call.failure = type(answer)(f"{self.describe(call)}: {answer}")
             return
         call.answer = header = Header.read(answer)
         self.transport.finished.append(header)
         if header.error is not None:
-            call.failure = header.error.rebuild(self.where(call))
+            call.failure = header.error.rebuild(self.describe(call))
         elif call.is_one_answer:
             call.value = answer_payload(answer)
 
-    def settle(self) -> bool:
+    def build_result(self) -> bool:
         """Build the result if all answers are here; return whether `get` has an outcome now."""
         if self._outcome is not None or self.open:
             return self._outcome is not None
@@ -153,12 +153,12 @@ class WorkerFuture:
             self._outcome = None, error
         for call in self.pending:
             call.value = None
-        self._keeps = ()
+        self._argument_refs = ()
         return True
 
     def fail(self, failure: BaseException) -> None:
         """Store the failure, for every later `get`."""
-        self._outcome, self._keeps = (None, failure), ()
+        self._outcome, self._argument_refs = (None, failure), ()
 
     def __del__(self) -> None:
         """Let the transport report the failure of a call if its future was never read."""
@@ -171,7 +171,7 @@ class WorkerFuture:
 
     def __str__(self) -> str:
         """The call, and the ranks without an answer."""
-        late = self.late()
+        late = self.describe_late()
         return f"{self.name} of {late}" if late else self.name
 
 
@@ -238,7 +238,7 @@ class _Wait:
         self._failed_at_s: float | None = None
 
     @property
-    def late(self) -> list[int]:
+    def late_ranks(self) -> list[int]:
         """The ranks without an answer."""
         return [call.rank for call in self.future.open]
 
@@ -257,18 +257,19 @@ class _Wait:
             self._failed_at_s = self._failed_at_s or clock.age_s
             if clock.age_s - self._failed_at_s >= grace_s:
                 failure = _with_others(failures)
-                failure.add_note(f"not finished {grace_s:.0f} s after the failure: {future.late()}")
+                late = future.describe_late()
+                failure.add_note(f"not finished {grace_s:.0f} s after the failure: {late}")
                 future.fail(failure)
                 return None
         if failures or not clock.is_over():
-            clock.warn_if_old(future.late)
+            clock.warn_if_old(future.describe_late)
             return None
         from verl_like.calls.diagnose import describe_late_call, likely_cause
 
-        summary = f"{future.late()} did not finish within {clock.limit_s:.1f} s"
+        summary = f"{future.describe_late()} did not finish within {clock.limit_s:.1f} s"
         explained = describe_late_call(
             f"{future.name}: {summary}.",
-            likely_cause(stacks(future.transport), self.late),
+            likely_cause(stacks(future.transport), self.late_ranks),
             stacks(future.transport),
             future.transport,
         )
@@ -291,7 +292,7 @@ def wait_for(
     _read_payloads(list(futures.values()))
     waits: dict[int, _Wait] = {}
     for place, future in futures.items():
-        if future.settle():
+        if future.build_result():
             yield place, None
         else:
             waits[place] = _Wait(future, timeout, began)
@@ -311,16 +312,16 @@ def wait_for(
         ready = first.wait(list(calls), seconds)
         for reference, (answer, lost) in zip(ready, _fetch_each(first, ready, 0.0), strict=True):
             future, call = calls[reference]
-            future.note(call, lost or answer)
+            future.record(call, lost or answer)
         _read_payloads([wait.future for wait in waits.values()])
-        running = [wait for wait in waits.values() if not wait.future.settle()]
+        running = [wait for wait in waits.values() if not wait.future.build_result()]
         for transport, watch in watches.items():
             of_pool = [wait for wait in running if wait.future.transport is transport]
             _look(of_pool, transport, watch)
         stacks = functools.cache(lambda transport: transport.stacks(STACKS_S))
         for place, wait in list(waits.items()):
-            error = None if wait.future.settle() else wait.check(stacks)
-            if error is not None or wait.future.settle():
+            error = None if wait.future.build_result() else wait.check(stacks)
+            if error is not None or wait.future.build_result():
                 del waits[place]
                 yield place, error
 
@@ -342,7 +343,7 @@ def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> No
     if values is not None:
         payloads = iter(values[len(calls) :])
         for (future, call), answer in zip(calls, values, strict=False):
-            future.note(call, answer)
+            future.record(call, answer)
             if not call.is_one_answer:
                 call.value = next(payloads)
 
@@ -362,7 +363,7 @@ def _read_payloads(futures: Sequence[WorkerFuture]) -> None:
         for (future, call), (value, lost) in zip(absent, payloads, strict=True):
             call.value = value
             if lost is not None:
-                future.note(call, lost)
+                future.record(call, lost)
 
 
 def _fetch_each(
@@ -383,11 +384,11 @@ def _fetch_each(
 
 def _look(waits: Sequence[_Wait], transport: Transport, watch: HangWatch) -> None:
     """Look for ranks of a pool that are lost or stuck, and fail the calls that wait for them."""
-    lost = transport.lost(sorted({rank for wait in waits for rank in wait.late}))
+    lost = transport.lost(sorted({rank for wait in waits for rank in wait.late_ranks}))
     for wait in waits:
         for call in wait.future.open:
             if call.rank in lost:
-                wait.future.note(call, WorkerDiedError(lost[call.rank]))
+                wait.future.record(call, WorkerDiedError(lost[call.rank]))
 
     well = [wait for wait in waits if not wait.future.failures]
     try:
@@ -400,7 +401,7 @@ def _look(waits: Sequence[_Wait], transport: Transport, watch: HangWatch) -> Non
             wait.future.fail(WorkerDiedError(str(error)))
         well = []
     slow = [wait for wait in well if wait.clock.age_s > wait.look_from_s]
-    watch.look_if_due({wait.future.name: wait.late for wait in slow})
+    watch.look_if_due({wait.future.name: wait.late_ranks for wait in slow})
 
 
 def _with_others(failures: Sequence[BaseException]) -> BaseException:

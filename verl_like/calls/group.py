@@ -202,7 +202,7 @@ class BoundMethod:
             functools.partial(self._collect, target, collecting),
             chunks=[pending[place] for place in collecting],
             rows=max(map(len, batches), default=0),
-            keeps=packer.keeps,
+            argument_refs=packer.keeps,
         )
 
     def _collect(

@@ -124,12 +124,12 @@ class RolloutCorrectionConfig(Section):
     """
 
     @property
-    def weighs(self) -> bool:
+    def has_importance_weights(self) -> bool:
         """True if importance weights are applied."""
         return self.rollout_is is not None
 
     @property
-    def rejects(self) -> bool:
+    def rejects_tokens(self) -> bool:
         """True if the correction can remove tokens from the mask."""
         return self.rollout_rs is not None or self.rollout_token_veto_threshold is not None
 

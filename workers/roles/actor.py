@@ -9,7 +9,7 @@ from verl_like.errors import BatchError
 from workers.columns import ROUTED, SEQUENCE_COLUMNS, batch_columns
 from workers.config import FSDPConfig, RolloutConfig, WorkersConfig, replays_routing, shuffle_seed
 from workers.models.precision import rollout_dtype
-from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
+from workers.roles.model_worker import TRAIN_DISPATCH, MakesLoss, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build_engine import takes_adapter
 from workers.training.checkpoints.calls import CheckpointMixin
@@ -94,7 +94,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
 
             self.average = WeightAverage(self.engine.module, self.config.ema_decay)
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     @batch_columns(reads=(*SEQUENCE_COLUMNS, ROUTED), scores=True)
     def compute_log_prob(self, data: DataProto) -> CallResult:
         """Return `old_log_probs` and `entropys` of the responses under the current policy.
@@ -110,7 +110,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return CallResult(DataProto.from_dict(columns), mfu)
 
-    @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, blocking=False, readonly=True)
     @batch_columns(
         reads=(
             *(*SEQUENCE_COLUMNS, "sample_number", "old_log_probs", "ref_log_prob", "advantages"),

@@ -23,7 +23,7 @@ from workers.config import (
 from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
 from workers.losses.value import compute_value_loss
 from workers.models.precision import precision_of
-from workers.roles.model_worker import TRAIN, VERB, MakesLoss, ModelWorker
+from workers.roles.model_worker import ENGINE_DISPATCH, TRAIN_DISPATCH, MakesLoss, ModelWorker
 from workers.training.checkpoints.calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
@@ -101,7 +101,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         # a frozen copy stores its weights in the dtype of its passes
         self.sent_dtype = precision_of(self.engine.model_config, self.device.type).compute
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     @batch_columns(reads=SEQUENCE_COLUMNS, scores=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values`; entry j is the output at the position before response token j.
@@ -111,7 +111,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
         columns = self.engine.forward_rows(data, self.budget)
         return DataProto.from_dict(columns)
 
-    @register(dispatch_mode=TRAIN, blocking=False, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, blocking=False, readonly=True)
     @batch_columns(reads=(*SEQUENCE_COLUMNS, "sample_number", "values", "returns"))
     def update_critic(self, data: DataProto) -> CallMetrics:
         """Train the model on the returns. Metrics outside perf/ are equal on all ranks."""
@@ -177,7 +177,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         fsdp = replace(model.fsdp, fsdp_size=-1)
         return replace(model, trains=False, saved=(), fsdp=fsdp, parallel=None, quantization=None)
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     @batch_columns(reads=SEQUENCE_COLUMNS, scores=True)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return `values`, and `value_version`, the version of the weights."""
@@ -185,7 +185,7 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         version = torch.full((len(data),), self.engine.version or 0)
         return DataProto.from_dict({**columns.columns, "value_version": version})
 
-    @register(dispatch_mode=VERB, readonly=True)
+    @register(dispatch_mode=ENGINE_DISPATCH, readonly=True)
     def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
         """Return the values under the most recently delivered weights."""
         if self.engine.version is None:

@@ -35,22 +35,24 @@ from workers.training.optim import CONFIGURED, OptimStepSettings
 from workers.training.passes.lm_head import TokenOutputs
 
 MESH = "train"
-TRAIN = make_nd_compute_dataproto_dispatch_fn(MESH)
+TRAIN_DISPATCH = make_nd_compute_dataproto_dispatch_fn(MESH)
 """The dispatch mode of methods that run passes over rows."""
 SETTINGS = (str, int, Sequence, Mapping, OptimStepSettings, type(None))
 
 
-def _dispatch_verb(target: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _dispatch_by_type(target: Any, /, *args: Any, **kwargs: Any) -> Any:
     def by_rank(value: Any) -> Any:
-        dispatch = dispatch_one_to_all if isinstance(value, SETTINGS) else TRAIN.dispatch_fn
+        dispatch = (
+            dispatch_one_to_all if isinstance(value, SETTINGS) else TRAIN_DISPATCH.dispatch_fn
+        )
         (values,), _ = dispatch(target, value)
         return values
 
     return tuple(map(by_rank, args)), {name: by_rank(value) for name, value in kwargs.items()}
 
 
-VERB = replace(TRAIN, dispatch_fn=_dispatch_verb)
-"""The dispatch mode of verbs: a batch is split over ranks, and settings go to all ranks."""
+ENGINE_DISPATCH = replace(TRAIN_DISPATCH, dispatch_fn=_dispatch_by_type)
+"""The dispatch mode of engine methods: a batch is split over ranks, settings go to all ranks."""
 
 MakesLoss = Callable[[DataProto], Loss]
 """A function that returns the loss of an update on a batch."""
@@ -84,7 +86,7 @@ class ModelWorker(Worker):
         """Return the losses of `forward_backward`, by name; a frozen role has none."""
         return {}
 
-    @register(dispatch_mode=VERB, readonly=True)
+    @register(dispatch_mode=ENGINE_DISPATCH, readonly=True)
     def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
         """Return the `wanted` columns of the model's outputs, by default all that it computes.
 
@@ -105,7 +107,7 @@ class ModelWorker(Worker):
                 )
         return DataProto.from_dict({name: columns[name] for name in wanted or columns})
 
-    @register(dispatch_mode=VERB, readonly=True)
+    @register(dispatch_mode=ENGINE_DISPATCH, readonly=True)
     def forward_backward(
         self, data: DataProto, loss: str, denominators: Mapping[str, int] | None = None
     ) -> CallResult:

@@ -36,9 +36,9 @@ class PolicySettings:
 
     config: ActorConfig
     policy_loss: PolicyLoss
-    bypass: RolloutCorrection | None
+    bypass_correction: RolloutCorrection | None
     """The correction in bypass mode: the rollout's log-probs are the old log-probs."""
-    weighs: bool
+    has_importance_weights: bool
     """True if the driver adds importance weights to batches."""
     temperature: float
     replays_routing: bool
@@ -47,16 +47,16 @@ class PolicySettings:
     def of(cls, config: WorkersConfig, temperature: float) -> PolicySettings:
         """Read the settings, and look up the policy loss."""
         policy, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
-        bypass = None
+        bypass_correction = None
         if correction.bypass_mode:
             from workers.losses.correction import RolloutCorrection
 
-            bypass = RolloutCorrection.of(correction)
+            bypass_correction = RolloutCorrection.of(correction)
         return cls(
             policy.actor,
             get_policy_loss(policy_loss_of(config)),
-            bypass,
-            correction.weighs,
+            bypass_correction,
+            correction.has_importance_weights,
             temperature,
             replays_routing(policy),
         )
@@ -76,12 +76,12 @@ class PolicyObjective:
         self.entropy_coeff = data.meta_info.get("entropy_coeff", config.entropy_coeff)
         self.on_policy = bool(data.meta_info.get("on_policy", False))
         """True if the samples come from the current policy, so that no old log-probs are needed."""
-        without_old = self.on_policy or settings.bypass is not None
+        without_old = self.on_policy or settings.bypass_correction is not None
         measures = without_old and "rollout_log_probs" in data.columns
         width = data.column("responses").shape[1]
         self.mismatch = MismatchGauge(width) if measures else None
-        if settings.bypass is not None:
-            self.correction_gauge = settings.bypass.gauge()
+        if settings.bypass_correction is not None:
+            self.correction_gauge = settings.bypass_correction.gauge()
 
         names = ["advantages"]
         if settings.replays_routing:
@@ -90,9 +90,9 @@ class PolicyObjective:
             names.append("ref_log_prob")
         if self.mismatch is not None:
             names.append("rollout_log_probs")
-        if settings.bypass is not None:
+        if settings.bypass_correction is not None:
             names.append(sampled_log_probs_column(data.columns))
-        elif settings.weighs:
+        elif settings.has_importance_weights:
             names.append("rollout_is_weights")
         if not without_old:
             names.append("old_log_probs")
@@ -121,10 +121,10 @@ class PolicyObjective:
         # an on-policy batch has no old log-probs: they equal the current ones
         old_log_probs = columns.get("old_log_probs", log_probs)
         weights = columns.get("rollout_is_weights")
-        if self.settings.bypass is not None:
+        if self.settings.bypass_correction is not None:
             old_log_probs = columns[sampled_log_probs_column(columns)]
             # rejected tokens still count in the mini-batch's denominators
-            weights, mask = self.settings.bypass(
+            weights, mask = self.settings.bypass_correction(
                 log_probs, old_log_probs, mask, self.correction_gauge
             )
 
@@ -169,7 +169,7 @@ class PolicyObjective:
         if self.mismatch is not None:
             self.mismatch.all_reduce(group)
             metrics |= self.mismatch.metrics()
-        if self.settings.bypass is not None:
+        if self.settings.bypass_correction is not None:
             self.correction_gauge.all_reduce(group)
             metrics |= self.correction_gauge.metrics()
         return metrics

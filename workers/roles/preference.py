@@ -17,7 +17,7 @@ from workers.config.rows import PreferenceWorkerConfig, has_reference, has_sft_l
 from workers.losses.aggregate import LossAndMetrics
 from workers.losses.preference import LABELED_COLUMNS, SFT_LENGTH, measures
 from workers.models.lora import adapter_off
-from workers.roles.model_worker import TRAIN, ModelWorker
+from workers.roles.model_worker import TRAIN_DISPATCH, ModelWorker
 from workers.roles.rows import RowWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import Columns, MicroBatchBudget, MiniBatch
@@ -40,7 +40,7 @@ class ComputesReference(ModelWorker):
 
     engine: TrainEngine
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `response_log_probs` of the model without its adapters."""
         with adapter_off(self.engine.module):
@@ -84,7 +84,7 @@ class PreferenceWorker(RowWorker, ComputesReference):
             shares[name] = torch.where(is_real, values, 0).sum() / number
         return shares["loss"], shares
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return `response_log_probs`: sums over each response's tokens, [pairs, 2] or [rows]."""
         return response_log_probs(self.engine, data, self.budget)

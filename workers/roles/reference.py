@@ -19,7 +19,7 @@ from verl_like.errors import CheckpointError
 from workers.columns import SEQUENCE_COLUMNS, batch_columns
 from workers.config import FrozenFSDPConfig, WorkersConfig, is_actors_module, reference_model
 from workers.roles.actor import log_prob_temperature
-from workers.roles.model_worker import TRAIN, VERB, ModelWorker
+from workers.roles.model_worker import ENGINE_DISPATCH, TRAIN_DISPATCH, ModelWorker
 from workers.training.checkpoints.calls import BackgroundSaves
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
@@ -92,7 +92,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
 
         return adapter_off(self.engine.module)
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     @batch_columns(reads=SEQUENCE_COLUMNS, scores=True)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return `ref_log_prob` of the responses."""
@@ -100,7 +100,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
             outputs = self.engine.forward_rows(data, self.budget, TokenOutputs(self.temperature))
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
 
-    @register(dispatch_mode=VERB, readonly=True)
+    @register(dispatch_mode=ENGINE_DISPATCH, readonly=True)
     def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
         """Return the `wanted` output columns, computed with the reference's weights."""
         with self.without_adapter():

@@ -14,7 +14,7 @@ from verl_like.tensor_ops.masked import last_places
 from workers.columns import SEQUENCE_COLUMNS, batch_columns, format_like
 from workers.config import ModelConfig, RewardConfig, WorkersConfig, model_rewards
 from workers.models.folder import check_same_tokenizer
-from workers.roles.model_worker import TRAIN, ModelWorker
+from workers.roles.model_worker import TRAIN_DISPATCH, ModelWorker
 from workers.training.microbatch import MicroBatchBudget, budget_of_actor
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.row_scores import ScoreTrainEngine
@@ -58,7 +58,7 @@ class RewardModelWorker(ModelWorker):
         check_same_tokenizer(self.config.path, self.policy_path, self.role)
         super().init_model(total_steps)
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     @batch_columns(reads=SEQUENCE_COLUMNS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return `rm_scores`: the sample's score at its last response token, zero elsewhere.

@@ -60,8 +60,10 @@ if TYPE_CHECKING:
 
 MESH = "rollout"
 """Name of the dispatch mesh; in it, the ranks of one engine have the same data rank."""
-SPLIT = make_nd_compute_dataproto_dispatch_fn(MESH)
-ASK = replace(SPLIT, collect_fn=collect_list, returns_batch=False, collecting_ranks=all_ranks)
+ROLLOUT_DISPATCH = make_nd_compute_dataproto_dispatch_fn(MESH)
+SUBMIT_DISPATCH = replace(
+    ROLLOUT_DISPATCH, collect_fn=collect_list, returns_batch=False, collecting_ranks=all_ranks
+)
 """A dispatch mode: splits rows over the engines, and returns nothing."""
 
 
@@ -93,7 +95,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self._register_dispatch_collect_info(
             MESH, self.rank // ranks, is_collect=self.rank % ranks == 0
         )
-        self._whole_config = config
+        self._run_config = config
         sends_changed = self.config.weight_sync == "changed"
         takes_changes = sends_changed and not takes_adapter(self.policy)
         if takes_changes:
@@ -118,7 +120,7 @@ class RolloutWorker(WeightReceiver, Worker):
         this after the actor's `init_model`.
         """
         self.open_process_group()
-        self.engine = build_engine(self._whole_config, self, reads_images)
+        self.engine = build_engine(self._run_config, self, reads_images)
         self.engine.model_path = self.policy.model.path
 
     def close(self) -> None:
@@ -126,7 +128,7 @@ class RolloutWorker(WeightReceiver, Worker):
         if hasattr(self, "engine"):
             self.engine.close()
 
-    @register(dispatch_mode=SPLIT, readonly=True)
+    @register(dispatch_mode=ROLLOUT_DISPATCH, readonly=True)
     @batch_columns(reads=("input_ids", "attention_mask", IMAGES, *NAMED))
     @in_step
     def generate_sequences(self, data: DataProto) -> DataProto:
@@ -144,7 +146,7 @@ class RolloutWorker(WeightReceiver, Worker):
         results = (self.players or self.engine).take()
         return self._batch_of([results[number] for number in numbers], len(data))
 
-    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    @register(dispatch_mode=SUBMIT_DISPATCH, readonly=True, blocking=False)
     @in_step
     def submit(self, data: DataProto) -> None:
         """Start generating samples of these rows; `take` returns them with the column `request`."""

@@ -18,7 +18,7 @@ from workers.config.rows import RewardModelTrainingConfig, RowWorkerConfig
 from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
-from workers.roles.model_worker import TRAIN, MakesLoss, ModelWorker
+from workers.roles.model_worker import TRAIN_DISPATCH, MakesLoss, ModelWorker
 from workers.training.checkpoints.calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
@@ -80,7 +80,7 @@ class RowWorker(CheckpointMixin, ModelWorker):
     def loss(self, outputs: Columns, columns: Columns, batch: MiniBatch) -> LossAndMetrics:
         """Return the contribution of this micro-batch to the loss and the metrics."""
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     def update_model(self, data: DataProto) -> CallMetrics:
         """Take one optimizer step on all of these rows; return its metrics."""
         with utilization("model", self.engine) as mfu:
@@ -95,7 +95,7 @@ class SFTWorker(RowWorker):
 
     loss_name = "lm"
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return `log_probs` of the tokens in the loss, zero elsewhere."""
         columns = self.engine.forward_rows(data, self.budget)
@@ -126,7 +126,7 @@ class RewardModelTrainingWorker(RowWorker):
         """Read rows as pairs, with one score per side."""
         return Pairs(RowScores(self.config.score_at))
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     def compute_scores(self, data: DataProto) -> DataProto:
         """Return `scores` [pairs, 2]: first of the chosen side, then of the rejected side."""
         scores = self.engine.forward_rows(data, self.budget)["scores"]

@@ -41,13 +41,13 @@ from workers.training.microbatch import Columns, MiniBatch
 from workers.training.optim import CONFIGURED, OptimStepSettings
 from workers.training.trained_states import TrainedStates
 
-OURS = "verl_like:"
+LOSS_PREFIX = "verl_like:"
 """Prefix by which a client requests one of this package's policy losses."""
 SETTINGS = "loss_settings"
 """Key in a batch's meta_info for the settings of its loss."""
 MASK = WEIGHTS
 """Column that marks the tokens in the loss, for the losses of this package."""
-VALUE = f"{OURS}value"
+VALUE = f"{LOSS_PREFIX}value"
 """Name of the critic's loss in a client's request."""
 VALUE_SETTINGS = ("cliprange_value", "loss_agg_mode")
 NO_FORMULA = (
@@ -61,7 +61,7 @@ def client_loss(name: str, role: str = "actor") -> LossInputs:
     """Return the columns that a client's loss reads; reject a name that the role does not have."""
     losses: dict[str, LossInputs] = {**TOKEN_SUMS}
     for policy_loss in POLICY_LOSSES:
-        losses[f"{OURS}{policy_loss}"] = LossInputs((*POLICY, MASK))
+        losses[f"{LOSS_PREFIX}{policy_loss}"] = LossInputs((*POLICY, MASK))
     if role == "critic":
         losses = {VALUE: LossInputs(("values", "returns", MASK))}
     elif name == "stable_reinforce":
@@ -140,7 +140,7 @@ class ServedActorWorker(TrainsStates, ActorWorker):
     def losses(self) -> dict[str, MakesLoss]:
         """Return the actor's losses, the token sums, and policy losses as `verl_like:<name>`."""
         sums = {name: partial(sum_loss, loss) for name, loss in TOKEN_SUMS.items()}
-        ours = {f"{OURS}{name}": partial(self._policy_loss, name) for name in POLICY_LOSSES}
+        ours = {f"{LOSS_PREFIX}{name}": partial(self._policy_loss, name) for name in POLICY_LOSSES}
         return {**super().losses(), **sums, **ours}
 
     def _policy_loss(self, name: str, data: DataProto) -> Loss:
@@ -239,8 +239,8 @@ def policy_settings(
         if setting not in keys and setting not in takes:
             known = [*takes, "loss_agg_mode", *(traits_of(policy_loss).keys_read or ())]
             raise ConfigError(
-                f"the loss {OURS}{name} has no setting {setting!r}; it has {', '.join(known)}."
-                f"{nearest(setting, known)}"
+                f"the loss {LOSS_PREFIX}{name} has no setting {setting!r}; it has "
+                f"{', '.join(known)}.{nearest(setting, known)}"
             )
     arguments = {key: value for key, value in client_settings.items() if key in takes}
     changes = {key: value for key, value in client_settings.items() if key not in takes}

@@ -7,7 +7,7 @@ from verl_like.calls.dispatch import register
 from workers.columns import SEQUENCE_COLUMNS, Column, batch_columns
 from workers.config import FrozenFSDPConfig, WorkersConfig, teacher_model
 from workers.roles.actor import log_prob_temperature
-from workers.roles.model_worker import TRAIN, ModelWorker
+from workers.roles.model_worker import TRAIN_DISPATCH, ModelWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import pass_budget
 from workers.training.passes.lm_head import TokenOutputs
@@ -42,7 +42,7 @@ class TeacherWorker(ModelWorker):
             parallel=config.axes(teacher.parallel),
         )
 
-    @register(dispatch_mode=TRAIN, readonly=True)
+    @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
     @batch_columns(
         reads=SEQUENCE_COLUMNS,
         writes=[Column("teacher_log_prob", "[rows, R]", "float32", role="teacher")],

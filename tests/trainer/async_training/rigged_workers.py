@@ -15,7 +15,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.process.worker import Worker
 from workers.roles.actor import ActorWorker
-from workers.roles.rollout import ASK, RolloutWorker
+from workers.roles.rollout import SUBMIT_DISPATCH, RolloutWorker
 from workers.weights.sync import SyncReport
 
 GENERATION_S = 6.0
@@ -42,10 +42,10 @@ class DiesOnce(RolloutWorker):
 
     num_calls = 0
 
-    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    @register(dispatch_mode=SUBMIT_DISPATCH, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
         self.num_calls += 1
-        has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
+        has_died = Path(self._run_config.trainer.default_local_dir, "has_died")
         is_it = self.role == "rollout" and self.rank == self.world_size - 1
         if is_it and self.num_calls == 2 and not has_died.exists():
             has_died.touch()
@@ -56,9 +56,9 @@ class DiesOnce(RolloutWorker):
 class DiesAtOnce(RolloutWorker):
     """Is killed in its first chunk, whose time it writes to a file."""
 
-    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    @register(dispatch_mode=SUBMIT_DISPATCH, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
-        folder = Path(self._whole_config.trainer.default_local_dir)
+        folder = Path(self._run_config.trainer.default_local_dir)
         folder.joinpath("killed_at").write_text(str(time.time()), encoding="utf-8")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -130,9 +130,9 @@ def note_uids(worker: Worker, folder: str, data: DataProto) -> None:
 class NotingRollout(RolloutWorker):
     """Records its prompts; no rollout continues before all three have got their first ones."""
 
-    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    @register(dispatch_mode=SUBMIT_DISPATCH, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
-        folder = self._whole_config.trainer.default_local_dir
+        folder = self._run_config.trainer.default_local_dir
         note_uids(self, folder, data)
         wait_until(lambda: len(list(Path(folder).glob("uids_of_rollout*"))) == 3)
         super().submit(data)
@@ -156,7 +156,7 @@ class WaitsForWeights(RolloutWorker):
 
     num_chunks = 0
 
-    @register(dispatch_mode=ASK, readonly=True, blocking=False)
+    @register(dispatch_mode=SUBMIT_DISPATCH, readonly=True, blocking=False)
     def submit(self, data: DataProto) -> None:
         self.num_chunks += 1
         self.began_with, self.num_takes = self.engine.version, 0
@@ -182,7 +182,7 @@ class DiesWithTurns(RolloutWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
         self.num_takes += 1
-        has_died = Path(self._whole_config.trainer.default_local_dir, "has_died")
+        has_died = Path(self._run_config.trainer.default_local_dir, "has_died")
         if self.num_takes == 3 and self.players.num_running and not has_died.exists():
             has_died.touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -30,7 +30,7 @@ class Sampler(RolloutWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, reads_images: bool = False) -> None:
-        self.engine = build_engine(self._whole_config, self)
+        self.engine = build_engine(self._run_config, self)
         self.engine.commit(0)
 
     def _begin(self, data: DataProto) -> Any:

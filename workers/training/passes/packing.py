@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from workers.parallel.sequence import SequenceRanks, Split
 
 Kind = Literal["packed", "padded"]
-SPLITS = (
+SEGMENTS_MAY_NOT_SHARE = (
     "environment.history_tokens=retokenized: rows of this model may not share a pass (longrope: "
     "rotary factors depend on the length of a row), so the segments of a trajectory may not share "
     "one either. Set environment.history_tokens=sampled."
@@ -224,7 +224,7 @@ class RowPasses:
         """
         segments = split_segments(columns, reads)
         if self.apart and segments is not reads:
-            raise ConfigError(SPLITS)
+            raise ConfigError(SEGMENTS_MAY_NOT_SHARE)
         lengths = needed_lengths(segments, whole_rows=self.apart)
         needed = _places_in_rows(segments) < lengths[segments.value_rows()]
         tokens = {name: columns[name].values[needed] for name in ("input_ids", "position_ids")}
