@@ -48,6 +48,8 @@ def rows_of(path: str, members: Any) -> Iterator[tuple[str, str]]:
     text = docstring(target) if is_documented else docstring_of_constant(module, name)
     yield name if members == "docstring" else called(name, target), text
     methods = members if isinstance(members, list) else []
+    if isinstance(members, dict) and "filters" in members:
+        methods = [name for name in vars(target) if re.search(members["filters"][0], name)]
     for member in (member for member in methods if hasattr(target, member)):
         value = inspect.getattr_static(target, member)
         value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
@@ -72,7 +74,7 @@ def called(name: str, target: Any) -> str:
     return f"{line}{end}"
 
 
-LONGEST_LINE = 72
+LONGEST_LINE = 82
 """Columns of the longest signature; further parameters are three dots."""
 
 
@@ -85,11 +87,10 @@ def has_no_parameters(target: Any) -> bool:
 
 
 def described(parameter: inspect.Parameter) -> str:
-    """Return a parameter with its type and its default; a default of None is not in the type."""
+    """Return a parameter with its type and its default."""
     stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
     kind = "" if parameter.annotation in ("Any", parameter.empty) else f": {parameter.annotation}"
-    kind = kind.removesuffix(" | None" if parameter.default is None else " ")
-    if kind.count("|") > 1 and "[" not in kind.partition("|")[0]:
+    if kind.count("|") > 2 and "[" not in kind.partition("|")[0]:
         kind = f"{kind.partition(' |')[0]} | …"
     text = f"{stars.get(parameter.kind, '')}{parameter.name}{kind}"
     if parameter.default is parameter.empty:

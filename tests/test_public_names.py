@@ -99,7 +99,10 @@ def test_the_api_pages_show_every_name_with_a_meaning_without_mkdocs() -> None:
 def test_the_api_pages_show_parameters_with_types_and_defaults() -> None:
     lines = [
         *("`place_at_last_token(values: Tensor, mask: Tensor) -> Tensor`",),
-        *("`PPO.fit(steps: int = None, num_episodes: int = None, …) -> RunResult`", "`GRPO`"),
+        *(
+            "`PPO.fit(steps: int | None = None, num_episodes: int | None = None, …) -> RunResult`",
+            "`GRPO`",
+        ),
         *("`Observation(text: str, reward: float = 0.0, images: Sequence[Any] = ())`",),
     ]
     pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in API)
