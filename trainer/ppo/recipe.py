@@ -12,7 +12,7 @@ Data         data.train_batch_size=1024  prompts per step (default: 1024)
 Reward       reward=FILE.py:FUNCTION  default: the rule for a row's data_source
              reward.model.enable=true reward.model.path=FOLDER  a reward model
              environment=FILE.py:CLASS  several turns, with rewards
-Sampling     actor_rollout_ref.rollout.n=8  responses per prompt (default 1; 8 with grpo)
+Sampling     actor_rollout_ref.rollout.n=8  responses per prompt (1; grpo: 8)
              actor_rollout_ref.rollout.name=vllm|native|hf|auto  the engine
 Learning     actor_rollout_ref.actor.optim.lr=1e-6  learning rate (default)
 Memory       actor_rollout_ref.model.lora_rank=32  LoRA (default: 0, off)
