@@ -89,7 +89,8 @@ def has_no_parameters(target: Any) -> bool:
 def described(parameter: inspect.Parameter) -> str:
     """Return a parameter with its type and its default."""
     stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
-    kind = "" if parameter.annotation in ("Any", parameter.empty) else f": {parameter.annotation}"
+    annotation = getattr(parameter.annotation, "__forward_arg__", parameter.annotation)
+    kind = "" if annotation in ("Any", parameter.empty) else f": {annotation}"
     if kind.count("|") > 2 and "[" not in kind.partition("|")[0]:
         kind = f"{kind.partition(' |')[0]} | …"
     text = f"{stars.get(parameter.kind, '')}{parameter.name}{kind}"

@@ -137,7 +137,7 @@ COLUMNS: dict[str, Column] = {
         ),
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
         Column("sample_number", "[rows]", "int64", "the driver's balance (if it shuffles)"),
-        Column("reward_baselines", "[rows]", "float32", "the driver's greedy_scores (for remax)"),
+        Column("reward_baselines", "[rows]", "float32", "the driver's with_baselines (for remax)"),
         _loaded("uid"),
         _loaded("raw_prompt"),
         _loaded("data_source"),
