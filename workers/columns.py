@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from verl_like.batch.ragged import Column as TensorColumn
-from verl_like.batch.ragged import RaggedTensor
+from verl_like.batch.ragged import ColumnValues, RaggedTensor
 from verl_like.errors import MissingColumnError, nearest
 
 if TYPE_CHECKING:
@@ -271,7 +270,7 @@ def _missing(name: str, present: set[str]) -> str:
     return f"{text}. Check that the run has the role {column.role} and calls this method first."
 
 
-def format_like(column: TensorColumn, rectangle: Tensor) -> TensorColumn:
+def format_like(column: ColumnValues, rectangle: Tensor) -> ColumnValues:
     """Convert a rectangle to the format of a column of the same shape: ragged or padded."""
     return column.like(rectangle) if isinstance(column, RaggedTensor) else rectangle
 
@@ -350,7 +349,7 @@ def write_columns(batch: DataProto, **columns: Tensor) -> DataProto:
         batch = write_columns(batch, is_long=batch.batch["response_mask"].sum(dim=-1) > 512)
     """
     mask = batch.columns.get("response_mask")
-    formatted: dict[str, TensorColumn] = dict(columns)
+    formatted: dict[str, ColumnValues] = dict(columns)
     for name, column in columns.items():
         if mask is not None and column.shape == mask.shape:
             formatted[name] = format_like(mask, column)

@@ -72,7 +72,7 @@ def test_a_step_of_one_update_needs_no_pass_for_old_log_probs(
     without_pass, with_pass = tmp_path / "without", tmp_path / "with"
     train(tiny_dir, without_pass, *settings)
     assert calls(without_pass, "compute_log_prob") == []
-    monkeypatch.setattr("trainer.ppo.scoring.policy_is_current", lambda *_: False)
+    monkeypatch.setattr("trainer.ppo.scoring.update_computes_old_log_probs", lambda *_: False)
     train(tiny_dir, with_pass, *settings)
     assert len(calls(with_pass, "compute_log_prob")) == 2
     for metrics, expected in zip(numbers(without_pass), numbers(with_pass), strict=True):

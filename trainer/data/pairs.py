@@ -45,7 +45,7 @@ from trainer.data.lm_rows import (
     teaches,
 )
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Column
+from verl_like.batch.ragged import ColumnValues
 from verl_like.errors import ConfigError
 from workers.columns import write_columns
 
@@ -163,7 +163,7 @@ def pair_batch(rows: Sequence[PairRow], uids: Sequence[str], pad_token_id: int) 
     """Return [pairs, 2, T] columns of both sides, and each pair's `margin`."""
     sides = [side for row in rows for side in (row.chosen, row.rejected)]
     columns = lm_columns(sides, pad_token_id)
-    tensors: dict[str, Column] = {
+    tensors: dict[str, ColumnValues] = {
         name: column.unflatten(0, (-1, 2)) for name, column in columns.items()
     }
     tensors["margin"] = torch.tensor([row.margin for row in rows])

@@ -58,7 +58,9 @@ def update_can_compute_old_log_probs(config: PPOConfig) -> bool:
     )
 
 
-def policy_is_current(batch: DataProto, config: PPOConfig, step: int, version: int) -> bool:
+def update_computes_old_log_probs(
+    batch: DataProto, config: PPOConfig, step: int, version: int
+) -> bool:
     """Return whether the update's own forward pass computes the old log-probs of this batch.
 
     It does if the configuration allows it in this step, and every sample comes from the current

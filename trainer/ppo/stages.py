@@ -113,8 +113,8 @@ class PPOTrainer(Trainer):
         self.weights.rest()
         has_scores = "token_level_scores" in batch.columns
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
-        is_current = scoring.policy_is_current(batch, config, step, self.weights.version)
-        for call in scoring.calls_of_step(config, is_current):
+        in_update = scoring.update_computes_old_log_probs(batch, config, step, self.weights.version)
+        for call in scoring.calls_of_step(config, in_update):
             if call.role in self.groups and call.column not in batch.columns:
                 settings = scoring.column_settings(call, config)
                 calls.append(self.call(call.role, call.method, batch, **settings))
@@ -153,8 +153,10 @@ class PPOTrainer(Trainer):
         if "critic" in self.groups:
             calls.append(self.call("critic", "update_critic", batch))
         if step > config.trainer.critic_warmup:
-            is_current = scoring.policy_is_current(batch, config, step, self.weights.version)
-            on_policy = is_current and "old_log_probs" not in batch.columns
+            in_update = scoring.update_computes_old_log_probs(
+                batch, config, step, self.weights.version
+            )
+            on_policy = in_update and "old_log_probs" not in batch.columns
             settings = {"on_policy": on_policy, **self.entropy_ctrl.state_dict()}
             num_rows = updating.rows_per_update(config, num_prompts)
             ptx = [] if self.ptx is None else [self.ptx.take(num_rows)]

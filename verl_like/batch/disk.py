@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from verl_like.batch.columns import Array, object_rows
-from verl_like.batch.ragged import Column, RaggedTensor
+from verl_like.batch.ragged import ColumnValues, RaggedTensor
 from verl_like.errors import BatchError
 from verl_like.files import write_whole
 
@@ -61,7 +61,7 @@ _DAMAGE = (
 def save(
     path: str | os.PathLike[str],
     rows: int | None,
-    columns: Mapping[str, Column],
+    columns: Mapping[str, ColumnValues],
     arrays: dict[str, Array],
     meta: dict[str, Any],
 ) -> None:
@@ -140,7 +140,7 @@ def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
 
 def load(
     path: str | os.PathLike[str],
-    build: Callable[[int | None, dict[str, Column], dict[str, Array], dict[str, Any]], T],
+    build: Callable[[int | None, dict[str, ColumnValues], dict[str, Array], dict[str, Any]], T],
 ) -> T:
     """Read a file of `save` and `build` a batch of its parts; reject any other file."""
     if not Path(path).is_file():
@@ -161,10 +161,10 @@ def load(
         ) from error
 
 
-def _read_columns(document: dict[str, Any], stored: Any) -> dict[str, Column]:
+def _read_columns(document: dict[str, Any], stored: Any) -> dict[str, ColumnValues]:
     """Return the tensor columns of an open file."""
     ragged = document.get("ragged", {})
-    columns: dict[str, Column] = {}
+    columns: dict[str, ColumnValues] = {}
     for name in document["tensors"]:
         column = stored.get_tensor(f"tensor:{name}")
         if name in ragged:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verl_like.batch.ragged import Column, RaggedTensor
+from verl_like.batch.ragged import ColumnValues, RaggedTensor
 from verl_like.tensor_ops.masked import INTEGERS
 
 SMALL_BYTES = 4096
@@ -28,7 +28,7 @@ Columns = dict[str, Packed | tuple[Packed, Packed, Packed, int, float]]
 """Columns in a pickle; a ragged column is its values, lengths, starts, width and fill."""
 
 
-def pack_columns(columns: Mapping[str, Column], protocol: int) -> Columns:
+def pack_columns(columns: Mapping[str, ColumnValues], protocol: int) -> Columns:
     """Return the columns in picklable form; from protocol 5 on, large bytes are buffers."""
     packed: Columns = {}
     spans: dict[int, Packed] = {}  # lengths that several columns share travel once
@@ -44,9 +44,9 @@ def pack_columns(columns: Mapping[str, Column], protocol: int) -> Columns:
     return packed
 
 
-def unpack_columns(packed: Columns) -> dict[str, Column]:
+def unpack_columns(packed: Columns) -> dict[str, ColumnValues]:
     """Return the columns; large ones are views of the buffers that they arrived in."""
-    columns: dict[str, Column] = {}
+    columns: dict[str, ColumnValues] = {}
     for name, parts in packed.items():
         if len(parts) == 3:
             columns[name] = _tensor_over(*parts)

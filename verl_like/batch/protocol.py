@@ -35,7 +35,7 @@ import torch
 from verl_like.batch import columns, merge
 from verl_like.batch.columns import Array
 from verl_like.batch.memory import copy_column
-from verl_like.batch.ragged import Column, RaggedTensor, to_padded
+from verl_like.batch.ragged import ColumnValues, RaggedTensor, to_padded
 from verl_like.batch.tensordict_import import TensorDict
 from verl_like.errors import BatchError
 
@@ -133,11 +133,11 @@ class DataProto:
         self._dense, self._ragged = batch, {}
 
     @property
-    def columns(self) -> dict[str, Column]:
+    def columns(self) -> dict[str, ColumnValues]:
         """The tensor columns as stored, by name, in a new dict."""
         return {**columns.tensor_columns(self._dense), **self._ragged}
 
-    def column(self, name: str) -> Column:
+    def column(self, name: str) -> ColumnValues:
         """Return a tensor column as stored."""
         columns.known_keys(name, self.columns, "tensor column")
         return self.columns[name]
@@ -148,7 +148,7 @@ class DataProto:
         """
         return to_padded(self.column(name))
 
-    def set_columns(self, new_columns: Mapping[str, Column]) -> Self:
+    def set_columns(self, new_columns: Mapping[str, ColumnValues]) -> Self:
         """Add or replace tensor columns, in place."""
         columns.check_lengths(
             ({"the batch": len(self)} if self._has_rows() else {})
@@ -160,7 +160,7 @@ class DataProto:
 
     def _derived(
         self,
-        tensors: Mapping[str, Column],
+        tensors: Mapping[str, ColumnValues],
         rows: int,
         arrays: dict[str, Array],
         meta: dict[str, Any],
@@ -170,7 +170,7 @@ class DataProto:
         return type(self)(dense, arrays, meta, ragged=ragged)
 
     def _parts(
-        self, tensors: Mapping[str, Column], rows: int
+        self, tensors: Mapping[str, ColumnValues], rows: int
     ) -> tuple[TensorDict | None, dict[str, RaggedTensor]]:
         """Return the dense columns as a TensorDict, which knows the rows, and the ragged ones."""
         ragged = {name: c for name, c in tensors.items() if isinstance(c, RaggedTensor)}
@@ -184,7 +184,7 @@ class DataProto:
     @classmethod
     def from_dict(
         cls,
-        tensors: Mapping[str, Column] | None = None,
+        tensors: Mapping[str, ColumnValues] | None = None,
         non_tensors: dict[str, Any] | None = None,
         meta_info: dict[str, Any] | None = None,
         num_batch_dims: int = 1,
@@ -230,7 +230,7 @@ class DataProto:
         auto_padding: bool = False,
     ) -> Self:
         """Return a batch of the tensors and numpy arrays in one dict."""
-        tensors: dict[str, Column] = {}
+        tensors: dict[str, ColumnValues] = {}
         arrays: dict[str, Array] = {}
         for name, column in data.items():
             if isinstance(column, (torch.Tensor, RaggedTensor)):
@@ -646,7 +646,7 @@ class DataProto:
     def _of_parts(
         cls,
         rows: int | None,
-        tensors: dict[str, Column],
+        tensors: dict[str, ColumnValues],
         arrays: dict[str, Array],
         meta: dict[str, Any] | None,
         shard: Shard | None = None,

@@ -227,11 +227,11 @@ class RaggedTensor:
         return RaggedTensor.from_checked(values, *spans, self.fill)
 
 
-Column = Tensor | RaggedTensor
+ColumnValues = Tensor | RaggedTensor
 """A tensor column of a batch."""
 
 
-def to_padded(column: Column) -> Tensor:
+def to_padded(column: ColumnValues) -> Tensor:
     """Return a column with its padding: the rectangle of a ragged one, a tensor unchanged."""
     return column.padded() if isinstance(column, RaggedTensor) else column
 

@@ -9,7 +9,7 @@ from verl_like.errors import BatchError
 from workers.columns import ROUTED, SEQUENCE_COLUMNS, batch_columns
 from workers.config import FSDPConfig, RolloutConfig, WorkersConfig, replays_routing, shuffle_seed
 from workers.models.precision import rollout_dtype
-from workers.roles.model_worker import TRAIN_DISPATCH, MakesLoss, ModelWorker
+from workers.roles.model_worker import TRAIN_DISPATCH, LossFactory, ModelWorker
 from workers.roles.policy_objective import PolicyObjective, PolicySettings
 from workers.rollout.build_engine import takes_adapter
 from workers.training.checkpoints.calls import CheckpointMixin
@@ -152,7 +152,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         """Return the objective of one update on this batch."""
         return PolicyObjective(self.objective_settings, data)
 
-    def losses(self) -> dict[str, MakesLoss]:
+    def losses(self) -> dict[str, LossFactory]:
         """Return `policy`, the loss of `update_actor`, and the LM losses `ptx` and `lm`."""
         return {
             "policy": lambda data: self.objective(data).loss,
@@ -163,7 +163,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     def require_one_step(self, data: DataProto) -> None:
         """Reject an on-policy batch of several optimizer steps; the second would be off-policy."""
         num_rows = len(data) if data.shard is None else data.shard.total
-        spec = self.engine.settings
+        spec = self.engine.spec
         if spec.epochs != 1 or (spec.mini_batch or num_rows) < num_rows:
             raise BatchError(
                 "update_actor: meta_info['on_policy'] is set, but "

@@ -23,7 +23,7 @@ from workers.config import (
 from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
 from workers.losses.value import compute_value_loss
 from workers.models.precision import precision_of
-from workers.roles.model_worker import ENGINE_DISPATCH, TRAIN_DISPATCH, MakesLoss, ModelWorker
+from workers.roles.model_worker import ENGINE_DISPATCH, TRAIN_DISPATCH, LossFactory, ModelWorker
 from workers.training.checkpoints.calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
@@ -125,7 +125,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
             )
         return {f"critic/{name}": value for name, value in metrics.items()} | mfu
 
-    def losses(self) -> dict[str, MakesLoss]:
+    def losses(self) -> dict[str, LossFactory]:
         """Return `value`, the loss of `update_critic`."""
         return {"value": lambda _: Loss("value", self.loss, ("values", "returns"))}
 

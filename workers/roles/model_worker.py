@@ -54,7 +54,7 @@ def _dispatch_by_type(target: Any, /, *args: Any, **kwargs: Any) -> Any:
 ENGINE_DISPATCH = replace(TRAIN_DISPATCH, dispatch_fn=_dispatch_by_type)
 """The dispatch mode of engine methods: a batch is split over ranks, settings go to all ranks."""
 
-MakesLoss = Callable[[DataProto], Loss]
+LossFactory = Callable[[DataProto], Loss]
 """A function that returns the loss of an update on a batch."""
 
 
@@ -82,7 +82,7 @@ class ModelWorker(Worker):
         """Load the model; the LR schedule spans `total_steps` calls of the role's update."""
         self.engine.build(self, total_steps)
 
-    def losses(self) -> dict[str, MakesLoss]:
+    def losses(self) -> dict[str, LossFactory]:
         """Return the losses of `forward_backward`, by name; a frozen role has none."""
         return {}
 

@@ -18,7 +18,7 @@ from workers.config.rows import RewardModelTrainingConfig, RowWorkerConfig
 from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
 from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
-from workers.roles.model_worker import TRAIN_DISPATCH, MakesLoss, ModelWorker
+from workers.roles.model_worker import TRAIN_DISPATCH, LossFactory, ModelWorker
 from workers.training.checkpoints.calls import CheckpointMixin
 from workers.training.engine import TrainEngine
 from workers.training.loss import Loss
@@ -72,7 +72,7 @@ class RowWorker(CheckpointMixin, ModelWorker):
         """Return how the model's passes read rows; by default, one output per response token."""
         return Reading()
 
-    def losses(self) -> dict[str, MakesLoss]:
+    def losses(self) -> dict[str, LossFactory]:
         """Return the loss of `update_model`."""
         return {self.loss_name: lambda _: Loss(self.loss_name, self.loss, self.loss_columns)}
 

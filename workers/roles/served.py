@@ -31,7 +31,7 @@ from workers.losses.registry import POLICY_LOSSES, get_policy_loss, traits_of
 from workers.losses.token_sums import POLICY, TOKEN_SUMS, WEIGHTS, LossInputs, TokenSum
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.roles.model_worker import MakesLoss, ModelWorker
+from workers.roles.model_worker import LossFactory, ModelWorker
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import SamplingParams
 from workers.rollout.build_engine import tokenizer_of
@@ -137,7 +137,7 @@ class ServedActorWorker(TrainsStates, ActorWorker):
         super().__init__(config)
         self.temperature = 1.0
 
-    def losses(self) -> dict[str, MakesLoss]:
+    def losses(self) -> dict[str, LossFactory]:
         """Return the actor's losses, the token sums, and policy losses as `verl_like:<name>`."""
         sums = {name: partial(sum_loss, loss) for name, loss in TOKEN_SUMS.items()}
         ours = {f"{LOSS_PREFIX}{name}": partial(self._policy_loss, name) for name in POLICY_LOSSES}
@@ -170,7 +170,7 @@ class ServedCriticWorker(TrainsStates, CriticWorker):
 
     engine: TrainEngine
 
-    def losses(self) -> dict[str, MakesLoss]:
+    def losses(self) -> dict[str, LossFactory]:
         """Return the loss of `update_critic`, and its variant for a client's rows."""
         return {**super().losses(), VALUE: self._value_loss}
 

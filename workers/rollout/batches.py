@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
-from verl_like.batch.ragged import Column, RaggedTensor
+from verl_like.batch.ragged import ColumnValues, RaggedTensor
 from verl_like.errors import BatchError, RolloutError
 from workers.columns import IMAGES, ROUTED, read_columns, require, token_counts
 from workers.rollout.sample import Sample
@@ -94,7 +94,7 @@ def to_batch(
         positions += [torch.arange(end - begin) for begin, end in zip(begins, ends, strict=True)]
         sampled = sample.versions[sample.is_sampled]
         oldest.append(int(sampled.min()) if len(sampled) else version)
-    columns: dict[str, Column] = {
+    columns: dict[str, ColumnValues] = {
         "prompts": RaggedTensor.from_rows(prompts, widths[0], at_end=True, fill=pad),
         "responses": responses,
         "input_ids": ids,

@@ -46,14 +46,14 @@ def build_model(model: Model, worker: Worker) -> None:
     model.is_sharded = model.groups.loss is not None and model.sharding.strategy != "ddp"
 
     # the module, without memory for its parameters
-    if not model.settings.trains:
+    if not model.spec.trains:
         model.model_config = frozen(model.model_config, model.device.type)
     model.precision = precision_of(model.model_config, model.device.type)
     model.parts = load_parts(model)
     for part in model.parts:
         part.check(model)
     model.module = empty_model(model.model_config, model.head, model.device)
-    if not model.settings.trains:
+    if not model.spec.trains:
         # in training, weights that the model class freezes stay frozen
         model.module.requires_grad_(False)
     model.whole_module = model.module
@@ -70,7 +70,7 @@ def build_model(model: Model, worker: Worker) -> None:
             model.module, mesh, cast, strategy, efsdp_mesh, language_half(model.module)
         )
     load_weights(model.module, model.model_config, model.head, model.device, model.whole_module)
-    if model.is_sharded and model.settings.trains:
+    if model.is_sharded and model.spec.trains:
         model.gradient_watch = GradientWatch(model.module)
 
     # the row layout of passes, and the attention kernel
@@ -82,7 +82,7 @@ def build_model(model: Model, worker: Worker) -> None:
 
         size, has_cap = head_size(hf_config), soft_cap(hf_config) is not None
         model.kernel, why_not = find_kernel(wanted, model.device, dtype, size, has_cap)
-    routers_count_tokens = bool(model.settings.router_aux_loss_coef)
+    routers_count_tokens = bool(model.spec.router_aux_loss_coef)
     model.row_passes = choose_layout(
         model.module,
         model.support,

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_like.batch.ragged import Column, RaggedTensor, join_ragged, to_padded
+from verl_like.batch.ragged import ColumnValues, RaggedTensor, join_ragged, to_padded
 from verl_like.errors import BatchError, ConfigError, nearest_divisors
 from workers.columns import require
 from workers.config import LARGEST_PASS, tokens_per_pass
@@ -43,7 +43,7 @@ MicroBatches = Sequence[tuple[RowColumns, int]]
 """The columns and the number of real rows of every micro-batch."""
 Cuts = list[list[int]]
 """The rows of every micro-batch."""
-PassOutputs = dict[str, list[Column]]
+PassOutputs = dict[str, list[ColumnValues]]
 """Name -> one column of outputs per micro-batch."""
 
 
@@ -126,7 +126,7 @@ class Rows:
     total: int
     """Rows of the whole batch."""
     names: list[str]
-    mask: Column
+    mask: ColumnValues
     """The response mask (or the first column) as this rank received it, with pad rows."""
 
     @classmethod
@@ -162,7 +162,9 @@ class Rows:
     def __len__(self) -> int:
         return len(next(iter(self.columns.values())))
 
-    def restore(self, chunks: Sequence[Column], order: Sequence[Sequence[int]]) -> Column:
+    def restore(
+        self, chunks: Sequence[ColumnValues], order: Sequence[Sequence[int]]
+    ) -> ColumnValues:
         """Return the results `chunks` (`on_host`) as one column, in the order of the rows.
 
         `order` has the row numbers of each chunk's micro-batch; rows in no micro-batch are zero.
@@ -188,7 +190,7 @@ class Rows:
         return join_ragged([restored, padding.with_values(torch.zeros(len(padding.values)))])
 
 
-def without_padding(columns: Mapping[str, Column], names: Sequence[str]) -> RowColumns:
+def without_padding(columns: Mapping[str, ColumnValues], names: Sequence[str]) -> RowColumns:
     """Return token columns as ragged columns; error messages call the rows `names`.
 
     A column that is as wide as `attention_mask` keeps the tokens that this mask marks. A column
@@ -346,7 +348,7 @@ def dummy_micro_batch(columns: RowColumns) -> tuple[RowColumns, int]:
     return {name: _dummy(column) for name, column in columns.items()}, 0
 
 
-def _dummy(column: Column) -> Column:
+def _dummy(column: ColumnValues) -> ColumnValues:
     if isinstance(column, RaggedTensor):
         lengths = torch.zeros((1, *column.lengths.shape[1:]), dtype=torch.int64)
         return RaggedTensor(column.values[:0], lengths, column.width)
@@ -362,7 +364,7 @@ def on_host(outputs: PassOutputs) -> PassOutputs:
     flat = torch.cat([part.float().flatten() for part in parts]).cpu()
     copies = iter(flat.split([part.numel() for part in parts]))
 
-    def copy_of(column: Column) -> Column:
+    def copy_of(column: ColumnValues) -> ColumnValues:
         part: Tensor = next(copies)
         if isinstance(column, RaggedTensor):
             return column.with_values(part.view(column.values.shape))
@@ -371,7 +373,7 @@ def on_host(outputs: PassOutputs) -> PassOutputs:
     return {name: [copy_of(column) for column in chunks] for name, chunks in outputs.items()}
 
 
-def detached(column: Column) -> Column:
+def detached(column: ColumnValues) -> ColumnValues:
     """Return the column detached from the autograd graph, in the same memory."""
     if isinstance(column, RaggedTensor):
         return column.with_values(column.values.detach())

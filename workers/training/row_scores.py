@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from verl_like.batch.ragged import Column, RaggedTensor, join_ragged
+from verl_like.batch.ragged import ColumnValues, RaggedTensor, join_ragged
 from verl_like.errors import ConfigError
 from workers.config.rows import SCORE_AT
 from workers.parallel.offload import to_device
@@ -128,7 +128,7 @@ def rows_of_pairs(columns: RowColumns) -> RowColumns:
     return {name: c.flatten() for name, c in columns.items() if isinstance(c, RaggedTensor)}
 
 
-def _paired(chosen: Column, rejected: Column) -> Column:
+def _paired(chosen: ColumnValues, rejected: ColumnValues) -> ColumnValues:
     """Combine two [pairs, ...] columns into [pairs, 2, ...]."""
     if isinstance(chosen, Tensor) and isinstance(rejected, Tensor):
         return torch.stack([chosen, rejected], dim=1)

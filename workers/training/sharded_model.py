@@ -113,10 +113,10 @@ class Model:
     kernel: VarlenKernel | None = None
     """The FlashAttention kernel for packed rows; None if none runs here."""
 
-    def __init__(self, settings: RoleModelSpec) -> None:
-        self.settings = settings
-        self.model_config, self.sharding = settings.model, settings.sharding
-        self.head: Head = settings.head
+    def __init__(self, spec: RoleModelSpec) -> None:
+        self.spec = spec
+        self.model_config, self.sharding = spec.model, spec.sharding
+        self.head: Head = spec.head
         self.host_blocks = HostBlocks()
         self.row_passes = RowPasses()
         self.parts: list[ModelPart] = []

@@ -68,7 +68,7 @@ def update_model(
     rows = engine.take(data, columns)
     others = [(engine.take(extra, of.columns), of) for extra, of in extra_batches]
 
-    spec = engine.settings
+    spec = engine.spec
     count = count_mini_batches(rows.total, mini_batch_size or spec.mini_batch or rows.total)
     epochs = spec.epochs if epochs is None else epochs
     orders = epoch_rows(rows, epochs, shuffle_seed, engine.scheduler.num_steps)
@@ -148,7 +148,7 @@ def forward_backward_with_retry(
     Repeating the mini-batch computes the same gradients, as sums over more passes. The engine
     remembers which smaller budget fitted.
     """
-    is_balanced = loss.is_balanced and engine.settings.router_aux_loss_coef > 0
+    is_balanced = loss.is_balanced and engine.spec.router_aux_loss_coef > 0
     may_repeat = not is_balanced and can_repeat(engine, engine.has_gradients)
     while True:
         fitting = fitting_budget(engine, batch, budget)

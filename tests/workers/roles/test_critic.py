@@ -60,7 +60,7 @@ def test_updates_move_values_to_the_returns(one_layer_dir: Path) -> None:
 
 def test_mini_batch_and_epochs_default_to_the_actor_s(one_layer_dir: Path) -> None:
     critic = CriticWorker(tiny_config(one_layer_dir, ppo_mini_batch_size=6, ppo_epochs=3))
-    assert (critic.engine.settings.mini_batch, critic.engine.settings.epochs) == (6, 3)
+    assert (critic.engine.spec.mini_batch, critic.engine.spec.epochs) == (6, 3)
 
 
 def test_the_aggregation_and_its_constant_default_to_the_actor_s(one_layer_dir: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_known_peak_gives_its_used_fraction(
 ) -> None:
     batch = make_batch(8)
     actor, critic = worker(ActorWorker, tiny_dir), worker(CriticWorker, tiny_dir)
-    actor.engine.settings = replace(actor.engine.settings, epochs=2)
+    actor.engine.spec = replace(actor.engine.spec, epochs=2)
     clock = iter(range(100))  # every pass takes a second
     monkeypatch.setattr(utilization.time, "perf_counter", lambda: float(next(clock)))
     fractions = {}

@@ -42,7 +42,7 @@ def update_twice(one_layer_dir: Path) -> tuple[list[tuple[float, int, bool]], st
                 math.isfinite(metrics["actor/pg_loss"]),
             )
         )
-    actor.engine.settings = replace(actor.engine.settings, mini_batch=4)
+    actor.engine.spec = replace(actor.engine.spec, mini_batch=4)
     before = actor.weights_checksum()
     for _ in range(5):
         actor.update_actor(broken)

@@ -78,7 +78,7 @@ def test_smaller_passes_have_room_for_the_longest_row() -> None:
         device="cpu",
         groups=SimpleNamespace(data=None),
         has_gradients=False,
-        settings=SimpleNamespace(router_aux_loss_coef=0.0),
+        spec=SimpleNamespace(router_aux_loss_coef=0.0),
         forward_backward=train,
         reading=SimpleNamespace(reads=lambda lengths: lengths),
         row_passes=SimpleNamespace(lengths=list),

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 PARTS: Mapping[str, Callable[[Model], bool]] = {
-    "layers.NF4": lambda model: model.settings.quantization == "nf4",
-    "layers.Int8": lambda model: model.settings.quantization == "int8",
-    "layers.Lora": lambda model: model.settings.trains and model.model_config.lora_rank > 0,
+    "layers.NF4": lambda model: model.spec.quantization == "nf4",
+    "layers.Int8": lambda model: model.spec.quantization == "int8",
+    "layers.Lora": lambda model: model.spec.trains and model.model_config.lora_rank > 0,
     "pipeline.StagePlan": lambda model: model.dims.pp > 1,  # from whole weights
     "layers.MatrixSplit": lambda model: model.dims.tp > 1,
     "layers.ExpertSpread": lambda model: model.dims.ep > 1,
-    "layers.RouterReplay": lambda model: model.settings.replays_routing,  # of all stages
+    "layers.RouterReplay": lambda model: model.spec.replays_routing,  # of all stages
     "compile.Compile": lambda model: compiles(model),
     "pipeline.StageSelection": lambda model: model.dims.pp > 1,
-    "load_balancing.LoadBalancing": lambda model: model.settings.router_aux_loss_coef > 0,
+    "load_balancing.LoadBalancing": lambda model: model.spec.router_aux_loss_coef > 0,
 }
 """Class in this folder -> whether a model has the part, in the order of their changes."""
 
@@ -45,7 +45,7 @@ def compiles(model: Model) -> bool:
     """Return whether the layers of a model are compiled."""
     config, on_gpu = model.model_config, model.device.type == "cuda"
     if config.compile == "auto":
-        return on_gpu and model.settings.quantization != "nf4"
+        return on_gpu and model.spec.quantization != "nf4"
     return config.compile == "on"
 
 

@@ -68,7 +68,7 @@ class Compile(ModelPart):
 
     def _failure(self, model: Model) -> str:
         """Return why a short pass through the compiled layers fails; "" if it runs."""
-        if model.settings.replays_routing:
+        if model.spec.replays_routing:
             return "replayed routing changes layers from pass to pass"
         try:
             import torch._dynamo.config

@@ -56,7 +56,7 @@ class LoadBalancing(ModelPart):
         if not hasattr(model.module, "router_aux_loss_coef"):
             raise ConfigError(missing_routers(model.module.config.model_type))
         self.num_chosen: int = model.module.num_experts_per_tok
-        self.coef = model.settings.router_aux_loss_coef
+        self.coef = model.spec.router_aux_loss_coef
         body = body_of(model.module)
         body.register_forward_pre_hook(_ask_routers, with_kwargs=True)
         body.register_forward_hook(self._note_routers)

@@ -64,7 +64,7 @@ class StageSelection(ModelPart):
         config, plan, cut = model.model_config, model.part(StagePlan), model.part(MatrixSplit)
         assert plan is not None, "StagePlan changes the model before StageSelection"
         assert model.groups.pp is not None, "a pipeline has a process group"
-        config_here = config if model.settings.trains else replace(config, lora_rank=0)
+        config_here = config if model.spec.trains else replace(config, lora_rank=0)
         model.whole_module = meta_model(config_here, model.head)
         stages, schedule = Stages(model.module, plan.ranges), model.sharding.pp_schedule
         stages.keep(range(model.groups.pp.rank(), len(plan.ranges), model.dims.pp))
@@ -93,7 +93,7 @@ class PipelineLayers:
         self.model, self.pipeline = model, pipeline
         can_recompute = getattr(model.module, "supports_gradient_checkpointing", True)
         again = recomputed_layers(model.model_config, model.device.type, can_recompute)
-        self.runs_again = again > 0 and model.settings.replays_routing
+        self.runs_again = again > 0 and model.spec.replays_routing
         """True if layers are recomputed in a backward pass with the experts that the rows name."""
 
     @property
