@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 
 from tests.workers import distributed
 from tests.workers.kept_ranks import process_set_back, run_kept
-from tests.workers.samples import VOCAB, make_batch, own_chunk, started, tiny_config
+from tests.workers.models.architectures import tiny_model_config
+from tests.workers.samples import VOCAB, check_axes_of, make_batch, own_chunk, started, tiny_config
 from tests.workers.training.rank_layouts import (
     EXPERTS,
     FAMILIES,
@@ -23,11 +25,12 @@ from tests.workers.training.rank_layouts import (
     trained,
 )
 from verl_like.errors import ConfigError
-from workers.config import ParallelConfig
+from workers.config import ModelConfig, ParallelConfig
 from workers.models.load import Folder
 from workers.models.support import Support
 from workers.roles.reference import ReferenceWorker
 from workers.training.passes.row_layout import check_split
+from workers.training.role_model_spec import RoleModelSpec
 from workers.weights.checksum import checksum_of
 
 INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved"}
@@ -232,6 +235,16 @@ def test_a_model_whose_rows_cannot_be_shared_is_refused(
     config = getattr(transformers, name)(**{**SIZES, **own})
     with pytest.raises(ConfigError, match=f"parallel.sp={num_ranks}.*{message}"):
         check_split(Support.of(config, "sdpa"), num_ranks)
+
+
+def test_rows_are_split_only_with_an_attention_that_runs_them_packed(tmp_path: Path) -> None:
+    tiny_model_config("afmoe").save_pretrained(tmp_path)  # packed only with sdpa
+    for attention, allowed in (("auto", True), ("sdpa", True), ("eager", False)):
+        model = ModelConfig(path=str(tmp_path), attn_implementation=attention)
+        sharded = RoleModelSpec("model.path", model, parallel=ParallelConfig(sp=2))
+        expected = nullcontext() if allowed else pytest.raises(ConfigError, match="parallel.sp=2")
+        with expected:
+            check_axes_of(sharded, 2)
 
 
 class Noted:
