@@ -15,6 +15,7 @@ from verl_like.batch.memory import STEP_BYTES, BlockCache, copy_column, join_row
 @pytest.fixture(autouse=True)
 def every_column_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "LARGE_BYTES", 1)
+    monkeypatch.setattr(memory, "UNKEPT_BYTES", 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.bool, torch.uint8])
@@ -26,6 +27,7 @@ def test_copies_and_joins_have_the_rows_of_torch(dtype: torch.dtype, layout: str
     for result, expected in (
         (copy_column(column), column),
         (join_rows([column, column]), torch.cat([column, column])),
+        (join_rows([column, column], keeps=False), torch.cat([column, column])),
     ):
         assert result.dtype == dtype
         assert torch.equal(result, expected)
