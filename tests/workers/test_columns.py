@@ -74,8 +74,10 @@ ROLES = (
 
 
 def test_every_column_that_is_read_is_in_the_table() -> None:
-    said = [declared_columns(cls, name) for cls in ROLES for name, *_ in registered_methods(cls)]
-    reads = {name for columns in said if columns is not None for name in columns.reads}
+    declared = [
+        declared_columns(cls, name) for cls in ROLES for name, *_ in registered_methods(cls)
+    ]
+    reads = {name for columns in declared if columns is not None for name in columns.reads}
     assert "advantages" in reads
     assert reads <= COLUMNS.keys()
 

@@ -146,8 +146,8 @@ def both_of_a_rank(model: Path, name: str) -> dict[str, tuple[float, int]]:
     for method in methods:  # the first update creates the moments
         getattr(worker, method)(few)
     peaks = [peak_bytes(partial(getattr(worker, method), many))[1] for method in methods]
-    kept = live_bytes() - before
-    return {"kept": (predicted.resident, kept), "call": (predicted.call, max(peaks))}
+    resident = live_bytes() - before
+    return {"kept": (predicted.resident, resident), "call": (predicted.call, max(peaks))}
 
 
 @pytest.mark.parametrize("name", CASES)

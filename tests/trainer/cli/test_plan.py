@@ -218,7 +218,12 @@ def test_passes_of_a_number_of_samples_have_their_mean_tokens(settings: list[str
     ]
     job = plan.job_of([*GPUS, *settings, *by_samples])
     mean = job.rows("actor").tokens
-    assert job.pass_tokens(job.config, "actor", "update_actor") == round(mean)
-    assert job.pass_tokens(job.config, "ref", "compute_log_prob") == round(3 * mean)
+    assert job.pass_tokens(job.config, job.models["actor"], "actor", "update_actor") == round(mean)
+    assert job.pass_tokens(job.config, job.models["ref"], "ref", "compute_log_prob") == round(
+        3 * mean
+    )
     by_tokens = plan.job_of([*GPUS, *settings])
-    assert by_tokens.pass_tokens(by_tokens.config, "actor", "update_actor") == 16384
+    assert (
+        by_tokens.pass_tokens(by_tokens.config, by_tokens.models["actor"], "actor", "update_actor")
+        == 16384
+    )

@@ -86,12 +86,12 @@ def test_the_order_depends_only_on_seed_and_epoch(make_loader: Any) -> None:
 
 
 def test_a_resumed_loader_continues_where_it_stopped(make_loader: Any) -> None:
-    whole = uids(make_loader(), 19)  # the last one is the first of the third epoch
+    all_uids = uids(make_loader(), 19)  # the last one is the first of the third epoch
     stopped = make_loader()
     uids(stopped, 7)
     resumed = make_loader()
     resumed.load_state_dict(stopped.state_dict())
-    assert uids(resumed, 12) == whole[7:]
+    assert uids(resumed, 12) == all_uids[7:]
     assert resumed.epoch == 18 / len(resumed) == 2
 
 

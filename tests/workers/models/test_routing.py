@@ -126,8 +126,8 @@ def test_a_class_whose_choices_cannot_be_replayed_is_rejected(
 ) -> None:
     import transformers
 
-    whole = getattr(transformers, family)(**{**SIZES, **config})
+    family_config = getattr(transformers, family)(**{**SIZES, **config})
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(whole)
+        model = transformers.AutoModelForCausalLM.from_config(family_config)
     with pytest.raises(ConfigError, match=message):
         check_routers(model)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +41,6 @@ COSMETIC = {
     *("logging_dir", "trainer.total_training_steps", "trainer.save_freq"),
 }
 """Keys that change no number by themselves."""
-LONGEST_PATH = 4096
-"""Characters of a path; longer texts are no files."""
 
 
 @dataclass
@@ -256,12 +254,15 @@ def same(x: Any, y: Any) -> bool:
 
 
 def with_contents(value: Any) -> Any:
-    """Return a setting in which the digest of a file stands for its path."""
+    """Return a setting in which the digest of a file stands for its path.
+
+    It is of every byte, unlike that of `trainer.run_folder.resume`, which samples large files.
+    """
     if isinstance(value, dict):
         return {name: with_contents(below) for name, below in value.items()}
     if isinstance(value, list):
         return [with_contents(below) for below in value]
-    if isinstance(value, str) and len(value) < LONGEST_PATH and Path(value).is_file():
+    if isinstance(value, str) and os.path.isfile(value):  # False for texts too long for a path, too
         with open(value, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     return value

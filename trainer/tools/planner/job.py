@@ -83,7 +83,7 @@ class Job(ABC):
         """Return how many samples a call of the role has, and their lengths."""
 
     @abstractmethod
-    def pass_tokens(self, config: Any, role: str, method: str) -> int:
+    def pass_tokens(self, config: Any, model: RoleModelSpec, role: str, method: str) -> int:
         """Return the tokens of a pass of this call."""
 
     @abstractmethod
@@ -288,7 +288,7 @@ class Job(ABC):
                     self.costs[role],
                     rows,
                     dims,
-                    self.pass_tokens(config, role, method),
+                    self.pass_tokens(config, model, role, method),
                     gpus,
                     trains=method.startswith("update_"),
                     recomputed=recomputed_layers(model.model, "cuda", can_recompute=True),
@@ -369,7 +369,7 @@ class RowsJob(Job):
             longest=longest_row(self.config),
         )
 
-    def pass_tokens(self, config: RowConfig, role: str, method: str) -> int:
+    def pass_tokens(self, config: RowConfig, model: RoleModelSpec, role: str, method: str) -> int:
         """Return the tokens of a pass of this call."""
         return pass_tokens(config, longest_row(self.config))
 

@@ -92,9 +92,9 @@ class PPOJob(Job):
             epochs=1 if model is None else model.epochs,
         )
 
-    def pass_tokens(self, config: PPOConfig, role: str, method: str) -> int:
+    def pass_tokens(self, config: PPOConfig, model: RoleModelSpec, role: str, method: str) -> int:
         """Return the tokens of a pass of this call; a pass of samples has its mean tokens."""
-        rows, model = self.rows(role), self.models_in(config)[role]
+        rows = self.rows(role)
         size = call_size(config, model, role, method, rows.samples)
         if size.pass_samples is not None:
             return round(size.pass_samples * rows.tokens)
@@ -105,7 +105,8 @@ class PPOJob(Job):
         if not self.config.actor_rollout_ref.actor.use_dynamic_bsz:
             return []
         section = "critic" if role == "critic" else "actor_rollout_ref.actor"
-        now, width = self.pass_tokens(self.config, role, "update_"), self.rows(role).longest
+        now = self.pass_tokens(self.config, self.models[role], role, "update_")
+        width = self.rows(role).longest
         sizes = {max(width, now // 4), width} - {now}
         return [{f"{section}.ppo_max_token_len_per_gpu": size} for size in sizes]
 

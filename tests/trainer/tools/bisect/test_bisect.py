@@ -173,9 +173,11 @@ def test_files_with_the_same_contents_are_no_different_setting(tmp_path: Path) -
         file = tmp_path / f"rows-{number}.jsonl"
         file.write_text(rows)
         settings = {"data.train_files": [str(file)], "reward.list": [{"path": str(file), "n": 1}]}
+        settings["chat_template"] = f"{{# {number // 2} #}}" * 60  # longer than a file's name
         sides.append(Side(str(number), OURS, settings, {}, lambda _: {}))
     assert different_settings(sides[0], sides[1]) == {}
-    assert [*different_settings(sides[0], sides[2])] == ["data.train_files", "reward.list"]
+    changed = different_settings(sides[0], sides[2])
+    assert [*changed] == ["chat_template", "data.train_files", "reward.list"]
 
 
 def test_noise_below_the_rounding_of_a_stage_is_no_difference(tmp_path: Path) -> None:
