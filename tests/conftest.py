@@ -210,6 +210,7 @@ def ray_session(forks: None) -> Iterator[None]:
 
     from verl_like.backends.ray import connect
 
+    assert not ray.is_initialized(), "a test before connected without this fixture"
     with pytest.MonkeyPatch.context() as patch:
         ask_for_forks(patch)
         connect(num_cpus=16)

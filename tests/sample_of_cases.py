@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 import pytest
 
-FEWEST, FRACTION = 2, 4
-"""A test keeps at least this many cases, and at least one of so many."""
+FRACTION = 4
+"""A test keeps at least one of so many cases."""
 
 
 def sampled(items: Sequence[pytest.Item], seed: str) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return (kept, left out) items; long tests are left out, tests of few cases keep all.
+    """Return (kept, left out) items; long tests are left out.
 
     Which cases a test keeps depends only on the seed and its name, so that the processes of
     pytest-xdist, and a later run of a few files, choose the same.
@@ -26,7 +26,7 @@ def sampled(items: Sequence[pytest.Item], seed: str) -> tuple[list[pytest.Item],
     for item in items:
         by_test[item.nodeid.partition("[")[0]].append(item)
     for test, cases in by_test.items():
-        count = max(FEWEST, -(-len(cases) // FRACTION))
+        count = -(-len(cases) // FRACTION)
         if count < len(cases):
             names = sorted(case.nodeid for case in cases)
             chosen = random.Random(f"{seed} {test}").sample(names, count)

@@ -159,6 +159,7 @@ def run(installed: Path, folder: Path, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_the_commands_in_the_help_of_make_tiny_run_from_the_wheel(
     installed: Path, tmp_path: Path

@@ -24,16 +24,17 @@ def kept(seed: str, names: list[str]) -> list[str]:
     return [item.nodeid for item in chosen]
 
 
-def test_every_test_keeps_some_cases_and_small_tests_keep_all() -> None:
+def test_every_test_keeps_one_of_four_cases_or_its_only_one() -> None:
     names = kept("1", [*MATRIX, *SINGLE])
-    assert names[-3:] == SINGLE
-    assert len(names) == 5 + 3
+    assert len(names) == 5 + 2
+    assert names[-2] == SINGLE[0]
+    assert names[-1] in SINGLE[1:]
 
 
 def test_long_tests_are_left_out() -> None:
-    assert kept("1", [*SINGLE, "tests/a.py::test_a_long_wait"]) == SINGLE
+    assert kept("1", [SINGLE[0], "tests/a.py::test_a_long_wait"]) == SINGLE[:1]
 
 
 def test_a_seed_chooses_the_same_cases_in_every_process_and_seeds_reach_all_cases() -> None:
-    assert kept("7", MATRIX) == kept("7", [*SINGLE, *MATRIX])[-5:]
+    assert kept("7", MATRIX) == kept("7", [SINGLE[0], *MATRIX])[-5:]
     assert {name for seed in range(40) for name in kept(str(seed), MATRIX)} == set(MATRIX)

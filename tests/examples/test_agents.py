@@ -42,6 +42,7 @@ def test_a_guesser_learns_to_follow_hints(tmp_path: Path, forked_python: Path) -
     assert sum(scores[-5:]) / 5 > WITHOUT_HINTS + 0.1, scores
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_a_caller_learns_to_answer_with_the_result_of_its_tool(
     tmp_path: Path, forked_python: Path

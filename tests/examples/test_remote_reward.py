@@ -26,6 +26,7 @@ def server_has_ended(shown: str) -> bool:
     return not Path(f"/proc/{process}").exists()
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_a_reward_server_gives_the_numbers_of_the_function_in_process(
     remote_dir: Path, forked_python: Path

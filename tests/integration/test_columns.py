@@ -170,6 +170,7 @@ def as_table_row(values: torch.Tensor | np.ndarray) -> tuple[str, str]:
     return f"[{shape}]", str(values.dtype).removeprefix("torch.")
 
 
+@pytest.mark.long
 def test_columns_have_the_documented_shapes_and_dtypes(recorders: list[Recorder]) -> None:
     rows = {}
     for recorder in recorders:

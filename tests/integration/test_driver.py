@@ -167,6 +167,7 @@ def test_dynamic_sampling_fills_the_batch_with_groups_of_different_scores(
     assert len(set(NotedTrainer.batch.non_tensor_batch["uid"])) == 8
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", [pytest.param("ray", marks=pytest.mark.ray), "local"])
 def test_a_failure_in_one_update_reports_both_and_leaves_no_orphan(
     tiny_dir: Path,

@@ -51,7 +51,7 @@ def test_the_numbers_are_those_of_a_run(
 
 @pytest.mark.ray
 def test_ray_gives_the_numbers_of_local_processes(
-    by_hand: list[dict[str, float]], tiny_dir: Path
+    ray_session: None, by_hand: list[dict[str, float]], tiny_dir: Path
 ) -> None:
     assert example.train(str(tiny_dir / "model"), "ray", TEXTS) == by_hand
 

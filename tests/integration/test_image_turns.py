@@ -108,7 +108,7 @@ def test_ranks_and_generators_train_on_images_of_environments(way: str, tmp_path
 
 
 @pytest.mark.ray
-def test_ray_has_the_numbers_of_local_processes(tmp_path: Path) -> None:
+def test_ray_has_the_numbers_of_local_processes(ray_session: None, tmp_path: Path) -> None:
     model, steps = write_model("qwen2_vl", tmp_path / "model"), {}
     for backend in ("local", "ray"):
         (folder := tmp_path / backend).mkdir()

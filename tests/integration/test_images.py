@@ -98,6 +98,7 @@ def test_ranks_that_split_matrices_cut_the_same_passes(rows: Path, tmp_path: Pat
         assert step["training/rollout_probs_diff_max"] < 2e-5
 
 
+@pytest.mark.long
 def test_a_resumed_run_and_packed_rows_have_the_numbers_of_a_plain_run(
     rows: Path, tmp_path: Path
 ) -> None:
@@ -171,7 +172,7 @@ def test_two_ranks_have_the_numbers_of_one(rows: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_ray_has_the_numbers_of_one_process(rows: Path, tmp_path: Path) -> None:
+def test_ray_has_the_numbers_of_one_process(ray_session: None, rows: Path, tmp_path: Path) -> None:
     model = write_model("qwen2_vl", tmp_path / "model")
     for backend in ("local", "ray"):
         settings = overrides(rows, model, tmp_path / backend, "trainer.n_gpus_per_node=1")

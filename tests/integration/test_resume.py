@@ -112,6 +112,7 @@ def test_a_killed_run_resumes_bit_for_bit(unbroken: Path, tiny_dir: Path, tmp_pa
     assert calls(tmp_path, "load_checkpoint")
 
 
+@pytest.mark.long
 def test_a_run_killed_during_a_background_write_resumes_bit_for_bit(
     unbroken: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:

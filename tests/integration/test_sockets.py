@@ -32,6 +32,7 @@ def documented() -> set[tuple[str, str]]:
     return rows
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_run_on_ray_has_exactly_the_documented_sockets(forked_python: Path) -> None:
     report = found_by(forked_python, "tests.integration.listening", limit_s=150)

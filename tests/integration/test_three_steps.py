@@ -162,6 +162,7 @@ def test_a_role_is_added_by_a_class_and_two_overrides(tiny_dir: Path, tmp_path: 
     assert calls(tmp_path, "verify")
 
 
+@pytest.mark.long
 @pytest.mark.ray
 @pytest.mark.parametrize(("backend", "num_processes"), [("ray", 1), ("local", 2)])
 def test_the_console_command_imports_no_module_of_the_current_folder(

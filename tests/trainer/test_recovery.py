@@ -85,6 +85,7 @@ def test_a_lost_rank_ends_only_its_group_and_numbers_stay(
     assert "resumes after step 2 from global_step_2; no finished" in disturbed.log
 
 
+@pytest.mark.long
 def test_a_step_repeats_after_its_weights_are_rejected_twice(
     tiny_dir: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

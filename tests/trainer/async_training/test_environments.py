@@ -93,6 +93,7 @@ class Ends:
             raise KeyError("the end")
 
 
+@pytest.mark.long
 def test_a_resumed_run_has_the_numbers_of_an_uninterrupted_one(
     tiny_dir: Path, tmp_path: Path
 ) -> None:

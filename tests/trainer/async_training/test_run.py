@@ -71,6 +71,7 @@ def test_staleness_0_equals_the_synchronous_run(
     assert takes["rollout"] > takes["rollout_1"] > 0
 
 
+@pytest.mark.long
 def test_two_generators_validate_like_the_synchronous_run(
     tiny_dir: Path, tmp_path: Path, few_validated: str
 ) -> None:

@@ -109,6 +109,7 @@ def test_values_are_no_staler_than_their_samples(tiny_dir: Path, tmp_path: Path)
         assert line["async/value_staleness/max"] <= line["async/staleness/max"]
 
 
+@pytest.mark.long
 def test_queued_samples_are_restored_with_their_scores(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (ON_GENERATOR, "async_training.on_resume=restore", *FEW_ROWS)
     queued = interrupted_run(tiny_dir, tmp_path, *settings)

@@ -41,6 +41,7 @@ class Hashes:
         )
 
 
+@pytest.mark.long
 def test_two_generators_and_trainers_change_no_curve(
     tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:

@@ -60,6 +60,7 @@ def planned(settings: list[str]) -> tuple[PPOJob, list[PlannedPlacement]]:
     return job, job.best(16)
 
 
+@pytest.mark.long
 def test_a_run_accepts_a_plan_and_counts_its_bytes(
     settings: list[str], planned: tuple[PPOJob, list[PlannedPlacement]]
 ) -> None:

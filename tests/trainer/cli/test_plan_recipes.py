@@ -89,6 +89,7 @@ def test_a_separate_reference_is_placed_next_to_the_model(model: Path) -> None:
     assert counts_the_bytes_of_its_run(job, best)
 
 
+@pytest.mark.long
 def test_expert_parallelism_is_tried_only_with_experts(tmp_path: Path, model: Path) -> None:
     experts = folder_of(tmp_path / "experts", EXPERTS)
     layouts = job_of("sft", f"model.path={experts}").layouts("sft", 8)
@@ -97,6 +98,7 @@ def test_expert_parallelism_is_tried_only_with_experts(tmp_path: Path, model: Pa
     assert all("parallel.ep" not in layout.keys for layout in dense_layouts)
 
 
+@pytest.mark.long
 def test_pipeline_stages_are_tried_only_if_nothing_else_fits(model: Path) -> None:
     """Whole layers and long rows do not fit on a GPU; a stage's layers do."""
     keys = ["data.max_length=4096", "data.max_token_len_per_gpu=4096"]
@@ -122,6 +124,7 @@ def async_plan(model: Path, *settings: str) -> tuple[Job, list[PlannedPlacement]
     )
 
 
+@pytest.mark.long
 def test_a_run_accepts_async_plans(model: Path) -> None:
     job, best = async_plan(model)
     assert counts_the_bytes_of_its_run(job, best)

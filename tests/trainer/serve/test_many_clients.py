@@ -68,6 +68,7 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
         assert 3 * adapter <= trained < 3.01 * adapter
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_requests(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

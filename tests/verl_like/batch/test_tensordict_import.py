@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 import torch
@@ -21,6 +23,7 @@ assert torch.equal(compiled(batch), work(batch))
 """
 
 
+@pytest.mark.long
 def test_the_compiler_is_loaded_only_on_first_use() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False

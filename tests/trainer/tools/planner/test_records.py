@@ -34,6 +34,7 @@ def passes(folder: Path, num_layers: int, num_ranks: int = 1) -> Records:
     return record_passes(spec(folder, num_layers), 128, 384, H100, num_ranks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("call", ["forward", "update", "step"])
 def test_many_layers_take_as_long_as_if_all_were_recorded(tmp_path: Path, call: str) -> None:
     many, few = passes(tmp_path / "12", 12), passes(tmp_path / "6", 6)

@@ -36,6 +36,7 @@ def test_a_model_that_vllm_computes_in_another_way_is_rejected(
         check_model(str(tmp_path), False, "cpu", "bfloat16")
 
 
+@pytest.mark.long
 def test_each_model_of_the_page_was_compared_or_is_rejected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,6 +58,7 @@ def numbers(policy: ActorWorker) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_traced_layers_match_others_and_reuse_their_graphs(tmp_path: Path) -> None:
     sizes = {"num_hidden_layers": 1, "num_key_value_heads": 1, "intermediate_size": 40}
     folder = saved(tmp_path, "llama", **sizes)
