@@ -37,7 +37,6 @@ OPTIONAL = {"vllm", "flash_attn", "peft", "trackio", "wandb", "datasets", "panda
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
         ("errors", "record"),
-        ("signatures",),
         ("files", "lazy", "masking", "registry", "tensor_ops", "terminal", "threads"),
         ("config_key", "remote_files"),
         ("batch",),

@@ -31,7 +31,7 @@ from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CallbackError, ConfigError, nearest
-from verl_like.signatures import CallSignature, call_of, check_method
+from verl_like.registry import CallSignature, call_of, check_method
 
 
 class Hooks:

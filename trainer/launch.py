@@ -41,8 +41,7 @@ from verl_like.files import is_remote, why_not_writable
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import NodeSpec
 from verl_like.process.sandbox import reject_nested_run
-from verl_like.registry import load_object
-from verl_like.signatures import check_methods
+from verl_like.registry import check_methods, load_object
 from verl_like.terminal import printable
 
 

@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from typing import Annotated, Any, NamedTuple, TypeVar
 
-from verl_like.registry import get_registry
-from verl_like.signatures import signature_of
+from verl_like.registry import get_registry, signature_of
 
 S = TypeVar("S")
 

@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from verl_like.errors import ConfigError
-from verl_like.registry import Registry
-from verl_like.signatures import CallSignature, call_of, check_by_name, check_call, check_methods
+from verl_like.registry import (
+    CallSignature,
+    Registry,
+    call_of,
+    check_by_name,
+    check_call,
+    check_methods,
+)
 
 SCORE = CallSignature("batch", by_name=("seed",))
 

@@ -19,8 +19,7 @@ from trainer.async_training.topology import ANY_RANK
 from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, VerlLikeError
-from verl_like.registry import Registry
-from verl_like.signatures import CallSignature, check_call, check_methods
+from verl_like.registry import CallSignature, Registry, check_call, check_methods
 
 
 @dataclass(eq=False, kw_only=True)

@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Self
 from verl_like.calls.deadlines import Deadlines
 from verl_like.config_key import ReadWhen, Section, config_field, unless, when
 from verl_like.errors import ConfigError
-from verl_like.registry import Registry
-from verl_like.signatures import CallSignature, check_call, check_method
+from verl_like.registry import CallSignature, Registry, check_call, check_method
 from workers.config.conditions import SAVES
 
 ON_RAY = when("trainer.backend", "ray")

@@ -18,8 +18,7 @@ from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_spli
 from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, few, nearest
 from verl_like.files import is_remote
-from verl_like.registry import load_attribute
-from verl_like.signatures import CallSignature, check_call
+from verl_like.registry import CallSignature, check_call, load_attribute
 from workers.chats import IMAGE_TYPES
 from workers.rewards.outcome import GIVE_REWARD
 

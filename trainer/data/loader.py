@@ -24,8 +24,7 @@ from trainer.data.config import DataConfig
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError, nearest
 from verl_like.files import json_line
-from verl_like.registry import load_object
-from verl_like.signatures import CallSignature, check_call
+from verl_like.registry import CallSignature, check_call, load_object
 
 Positions = np.ndarray[Any, Any]
 

@@ -25,7 +25,7 @@ from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.placement.pools import expand_roles
-from verl_like.signatures import is_required
+from verl_like.registry import is_required
 from workers.columns import COLUMNS, read_columns, require, rm_column, write_columns
 from workers.config import model_rewards
 from workers.config.conditions import ACTOR, has_only_teacher

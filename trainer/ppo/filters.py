@@ -27,8 +27,7 @@ from torch import Tensor
 from trainer.ppo.advantage_inputs import truncated_rows
 from trainer.ppo.config import PPOConfig
 from verl_like.batch.protocol import DataProto
-from verl_like.registry import Registry
-from verl_like.signatures import CallSignature, check_call
+from verl_like.registry import CallSignature, Registry, check_call
 from workers.columns import (
     read_column,
     read_columns,

@@ -14,8 +14,7 @@ from functools import partial
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
-from verl_like.registry import Registry
-from verl_like.signatures import CallSignature, check_call
+from verl_like.registry import CallSignature, Registry, check_call
 
 PairwiseLoss = Callable[[Tensor], Tensor]
 

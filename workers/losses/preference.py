@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from verl_like.registry import Registry
-from verl_like.signatures import check_by_name
+from verl_like.registry import Registry, check_by_name
 
 PreferenceLoss = Callable[..., Tensor]
 

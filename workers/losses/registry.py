@@ -34,8 +34,7 @@ import torch
 from torch import Tensor
 
 from verl_like.config_key import KeyRules, select_arguments, settable_arguments
-from verl_like.registry import Registry
-from verl_like.signatures import CallSignature, check_call
+from verl_like.registry import CallSignature, Registry, check_call
 from verl_like.tensor_ops import zero_outside
 from workers.config import ActorConfig
 from workers.losses.aggregate import Denominators, LossAndMetrics, agg_policy_loss

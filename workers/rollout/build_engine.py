@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_like.errors import ConfigError, RolloutError
-from verl_like.signatures import CallSignature, check_call, check_methods
+from verl_like.registry import CallSignature, check_call, check_methods
 from workers.config import has_environment
 from workers.config.policy import ROUTING_KEY, replays_routing
 from workers.config.rollout import AUTO, FP8, ROLLOUT_ENGINES

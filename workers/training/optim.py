@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from verl_like.config_key import select_arguments
 from verl_like.errors import ConfigError, WorkerError, nearest
-from verl_like.registry import Registry
-from verl_like.signatures import CallSignature, check_call, signature_of
+from verl_like.registry import CallSignature, Registry, check_call, signature_of
 from workers.models.state import local_shard
 from workers.parallel.groups import RankGroups
 from workers.training.microbatch import all_reduce

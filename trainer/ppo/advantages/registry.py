@@ -14,8 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from verl_like.registry import Registry
-from verl_like.signatures import check_by_name
+from verl_like.registry import Registry, check_by_name
 
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 AnyEstimator = TypeVar("AnyEstimator", bound=Estimator)

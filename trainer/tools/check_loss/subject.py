@@ -23,8 +23,7 @@ from trainer.ppo.config import AlgorithmConfig
 from trainer.preference.recipe import PreferenceConfig
 from trainer.tools.check_loss.batches import PAIRED, Batch, make_batch
 from verl_like.errors import ConfigError, nearest
-from verl_like.registry import load_object
-from verl_like.signatures import format_signature, is_required, signature_of
+from verl_like.registry import format_signature, is_required, load_object, signature_of
 from workers.config import ActorConfig, CriticConfig
 from workers.losses.aggregate import Denominators, compute_lm_loss
 from workers.losses.pairwise import REWARD_MODEL_LOSSES
