@@ -58,6 +58,13 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.backends.ray import ResourcePoolManager as ResourcePoolManager
     from verl_like.backends.ray import merge_resource_pool as merge_resource_pool
     from verl_like.backends.ray import split_resource_pool as split_resource_pool
+    from verl_like.balance import (
+        get_group_balanced_partitions as get_group_balanced_partitions,
+    )
+    from verl_like.balance import get_reverse_idx as get_reverse_idx
+    from verl_like.balance import (
+        get_seqlen_balanced_partitions as get_seqlen_balanced_partitions,
+    )
     from verl_like.batch.protocol import DataProtoItem as DataProtoItem
     from verl_like.calls.dispatch import Execute as Execute
     from verl_like.calls.dispatch import (
@@ -67,13 +74,6 @@ if TYPE_CHECKING:  # for code of verl's single controller: importable, but not i
     from verl_like.calls.dispatch import update_dispatch_mode as update_dispatch_mode
     from verl_like.calls.group import WorkerGroup as WorkerGroup
     from verl_like.placement.pools import Role as Role
-    from verl_like.tensor_ops.balance import (
-        get_group_balanced_partitions as get_group_balanced_partitions,
-    )
-    from verl_like.tensor_ops.balance import get_reverse_idx as get_reverse_idx
-    from verl_like.tensor_ops.balance import (
-        get_seqlen_balanced_partitions as get_seqlen_balanced_partitions,
-    )
     from verl_like.verl.groups import scatter_lists as scatter_lists
     from verl_like.verl.workers import (
         create_colocated_worker_raw_cls as create_colocated_worker_raw_cls,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from verl_like.tensor_ops.logprobs import slice_bytes
+from verl_like.tensor_ops import slice_bytes
 from workers.config import ActorRolloutRefConfig
 from workers.config.model import ModelConfig, ParallelConfig
 from workers.models.causal_lm import recomputed_layers

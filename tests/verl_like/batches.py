@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from verl_like.batch.merge import same_value
+from verl_like.batch.columns import same_value
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 

@@ -13,8 +13,8 @@ from trainer.config.flat import flat_config
 from trainer.ppo.config import PPOConfig
 from verl_like import masking
 from verl_like.masking import MASK, is_secret_name, mask_text, masked
+from verl_like.process.host import RoleState
 from verl_like.process.info import ProcessInfo
-from verl_like.process.role_log import RoleState
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ MODULES: dict[str, dict[str, tuple[str, ...]]] = {
     "verl.utils.model": {STAND_INS: ("create_random_mask",)},
     "verl.utils.ray_utils": {},
     "verl.utils.seqlen_balancing": {
-        "verl_like.tensor_ops.balance": _PARTITIONS,
+        "verl_like.balance": _PARTITIONS,
         STAND_INS: ("ceildiv",),
     },
     "verl.utils.tensordict_utils": {STAND_INS: ("contiguous", "get_tensordict")},

@@ -203,7 +203,7 @@ def balance_ranks(
 
 def balanced_order(lengths: np.ndarray, num_ranks: int, num_mini_batches: int) -> np.ndarray:
     """Return row indices in the new order; ranks x mini-batches must divide the number of rows."""
-    from verl_like.tensor_ops.balance import get_seqlen_balanced_partitions
+    from verl_like.balance import get_seqlen_balanced_partitions
 
     places = np.arange(len(lengths)).reshape(num_ranks, -1)
     order = np.empty_like(places)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from verl_like.batch.ragged import ColumnValues, RaggedTensor
-from verl_like.tensor_ops.masked import INTEGERS
+from verl_like.tensor_ops import INTEGERS
 
 SMALL_BYTES = 4096
 """Columns up to this size are copied into the pickle, because a view of a buffer takes longer."""

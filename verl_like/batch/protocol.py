@@ -32,7 +32,7 @@ from typing import Any, Self, TypeVar, overload
 import numpy as np
 import torch
 
-from verl_like.batch import columns, merge
+from verl_like.batch import columns
 from verl_like.batch.columns import Array
 from verl_like.batch.memory import copy_column
 from verl_like.batch.ragged import ColumnValues, RaggedTensor, to_padded
@@ -257,7 +257,7 @@ class DataProto:
         from verl_like.batch import tensordicts
 
         batch, arrays, meta = tensordicts.split_parts(tensor_dict)
-        return cls(batch, arrays, merge.union_meta(meta, meta_info or {}, "from_tensordict"))
+        return cls(batch, arrays, columns.union_meta(meta, meta_info or {}, "from_tensordict"))
 
     def to_tensordict(self) -> TensorDict:
         """Return one TensorDict of all three parts, with padding; rows of numpy columns become
@@ -442,9 +442,9 @@ class DataProto:
                 f"union: the batches have {len(self)} and {len(other)} rows, but must have "
                 "equally many."
             )
-        tensors = merge.union_columns(self.columns, other.columns)
-        arrays = merge.union_columns(self.non_tensor_batch, other.non_tensor_batch)
-        meta = merge.union_meta(self.meta_info, other.meta_info, "union")
+        tensors = columns.union_columns(self.columns, other.columns)
+        arrays = columns.union_columns(self.non_tensor_batch, other.non_tensor_batch)
+        meta = columns.union_meta(self.meta_info, other.meta_info, "union")
         if self._dense is None and other._dense is not None:
             self._dense = other._dense.copy()
         self._dense, self._ragged = self._parts(tensors, len(self))
@@ -467,12 +467,12 @@ class DataProto:
                 )
         all_tensors = [part.columns for part in parts]
         all_arrays = [part.non_tensor_batch for part in parts]
-        merge.check_same_keys([list(tensors) for tensors in all_tensors], "tensor column")
-        merge.check_same_keys([list(arrays) for arrays in all_arrays], "non-tensor column")
-        meta = merge.concat_meta([part.meta_info for part in parts])
+        columns.check_same_keys([list(tensors) for tensors in all_tensors], "tensor column")
+        columns.check_same_keys([list(arrays) for arrays in all_arrays], "non-tensor column")
+        meta = columns.concat_meta([part.meta_info for part in parts])
 
-        joined = merge.concat_columns(all_tensors)
-        arrays = merge.concat_columns(all_arrays)
+        joined = columns.concat_columns(all_tensors)
+        arrays = columns.concat_columns(all_arrays)
         model = next((part for part in parts if part._dense is not None), parts[0])
         return model._derived(joined, sum(map(len, parts)), arrays, meta)
 

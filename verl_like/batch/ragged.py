@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl_like.batch.memory import join_rows, pick_spans
 from verl_like.errors import BatchError
-from verl_like.tensor_ops.masked import INTEGERS
+from verl_like.tensor_ops import INTEGERS
 
 
 class RaggedTensor:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_like.tensor_ops.logprobs import gradient_of_logits, row_chunks, scaled_rows
+from verl_like.tensor_ops import gradient_of_logits, row_chunks, scaled_rows
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class VocabShard:
 class _Stats(torch.autograd.Function):
     """Computes the label's log-prob, entropy and sum of squared probabilities per row of logits.
 
-    It processes chunks of rows, like `verl_like.tensor_ops.logprobs`. Each rank sums relative to
+    It processes chunks of rows, like `verl_like.tensor_ops`. Each rank sums relative to
     the maximum of its own logits; a factor then makes the sum relative to the global maximum.
     """
 

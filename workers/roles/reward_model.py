@@ -10,7 +10,7 @@ import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.tensor_ops.masked import last_places
+from verl_like.tensor_ops import last_places
 from workers.columns import SEQUENCE_COLUMNS, batch_columns, format_like
 from workers.config import ModelConfig, RewardConfig, WorkersConfig, model_rewards
 from workers.models.folder import check_same_tokenizer

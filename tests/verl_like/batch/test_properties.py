@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.verl_like.batches import assert_same
-from verl_like.batch.merge import same_value
+from verl_like.batch.columns import same_value
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 

@@ -20,9 +20,8 @@ from verl_like import masking
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.errors import WorkerError
-from verl_like.process.host import WorkerHost, pack_recipes
+from verl_like.process.host import RotatingLog, WorkerHost, pack_recipes
 from verl_like.process.info import ProcessInfo
-from verl_like.process.role_log import RotatingLog
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
 

@@ -6,12 +6,12 @@ import random
 import pytest
 import torch
 
-from verl_like.errors import BatchError
-from verl_like.tensor_ops.balance import (
+from verl_like.balance import (
     get_group_balanced_partitions,
     get_reverse_idx,
     get_seqlen_balanced_partitions,
 )
+from verl_like.errors import BatchError
 
 
 def spread(lengths, partitions):

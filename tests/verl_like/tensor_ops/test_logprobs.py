@@ -7,8 +7,8 @@ import torch
 from torch.autograd import gradcheck
 
 from tests.live_bytes import peak_bytes
+from verl_like import tensor_ops
 from verl_like.tensor_ops import (
-    logprobs,
     logprobs_and_entropy_from_logits,
     logprobs_from_logits,
     sum_pi_squared_from_logits,
@@ -25,7 +25,7 @@ def naive_stats(logits, labels, temperature=1.0):
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Seven rows of eleven logits make four chunks."""
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", 2 * 11 * 4)
+    monkeypatch.setattr(tensor_ops, "CHUNK_BYTES", 2 * 11 * 4)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -70,7 +70,7 @@ def test_the_compiled_form_equals_the_other(dtype, wants_entropy, monkeypatch):
         sum((weight * stat).sum() for weight, stat in zip(weights, stats, strict=False)).backward()
         assert torch.equal(leaf, logits)
         results.append([*stats, leaf.grad])
-    logprobs._compiled.cache_clear()
+    tensor_ops._compiled.cache_clear()
     for ours, other in zip(*results, strict=True):
         torch.testing.assert_close(ours, other)
 
@@ -151,13 +151,13 @@ def test_chunks_on_a_gpu_are_about_eight_times_as_large():
     sizes = {}
     for device in ("cpu", "meta"):
         logits = torch.empty(1, 151_936, device=device).expand(1024, -1)
-        sizes[device] = [chunk.stop - chunk.start for chunk in logprobs.row_chunks(logits)][0]
+        sizes[device] = [chunk.stop - chunk.start for chunk in tensor_ops.row_chunks(logits)][0]
     assert sizes == {"cpu": 6, "meta": 55}
 
 
 def test_2048_tokens_of_32k_vocabulary_need_at_most_64_mib_more(monkeypatch):
     rows, vocabulary = 512, 32768  # a quarter of the rows in a quarter of the chunk, to be quick
-    monkeypatch.setattr(logprobs, "CHUNK_BYTES", logprobs.CHUNK_BYTES // 4)
+    monkeypatch.setattr(tensor_ops, "CHUNK_BYTES", tensor_ops.CHUNK_BYTES // 4)
     logits = torch.randn(rows, vocabulary, requires_grad=True)
     labels = torch.randint(vocabulary, (rows,))
     _, peak = peak_bytes(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.workers.samples import make_batch
-from verl_like.batch.merge import same_value
+from verl_like.batch.columns import same_value
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.batch.split import split_rows

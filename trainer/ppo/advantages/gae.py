@@ -17,7 +17,7 @@ from trainer.ppo.advantages.returns import (
     put_in_order,
     whiten_,
 )
-from verl_like.tensor_ops.masked import zero_outside
+from verl_like.tensor_ops import zero_outside
 
 
 @ADVANTAGE_ESTIMATORS.register("gae")

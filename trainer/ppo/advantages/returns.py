@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.tensor_ops.masked import zero_outside
+from verl_like.tensor_ops import zero_outside
 
 BLOCK = 64
 """Number of tokens that one matrix product sums."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainer.ppo.advantages.groups import Groups, Index, on_tokens, sequence_scores
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, kl_belongs_in_loss
-from verl_like.tensor_ops.masked import zero_outside
+from verl_like.tensor_ops import zero_outside
 
 
 @ADVANTAGE_ESTIMATORS.register("rloo", "rloo_vectorized")

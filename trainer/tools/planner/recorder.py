@@ -378,7 +378,7 @@ def on_meta(num_ranks: int = 1) -> Iterator[None]:
     stand_ins: dict[str, Any] = {
         "sys.excepthook": sys.excepthook,  # a process group replaces it
         "torch.compile": lambda function, **_: function,
-        "verl_like.tensor_ops.logprobs._compiled": lambda function: function,
+        "verl_like.tensor_ops._compiled": lambda function: function,
         "torch.optim.optimizer._get_fused_kernels_supported_devices": lambda: ["meta"],
         "workers.training.build_model.prepare_gpu_process": lambda: None,
         "workers.training.build_model.kernel_blocker": lambda *_: "",

@@ -15,9 +15,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl_like.backends.ray.host import HostActor, local_packages
 from verl_like.backends.ray.pools import RayResourcePool
-from verl_like.backends.ray.transport import RayTransport
+from verl_like.backends.ray.transport import HostActor, RayTransport, local_packages
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
 from verl_like.errors import ConfigError, PlacementError

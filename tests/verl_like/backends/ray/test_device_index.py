@@ -33,7 +33,7 @@ def test_the_device_index_counts_visible_devices(
 ) -> None:
     import ray
 
-    from verl_like.backends.ray.host import _device_index
+    from verl_like.backends.ray.transport import _device_index
 
     context = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned})
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)

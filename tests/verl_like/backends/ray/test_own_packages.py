@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ray
 def test_folders_that_shadow_our_packages_move_behind_ours(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from verl_like.backends.ray.host import local_packages, prefer_local_packages
+    from verl_like.backends.ray.transport import local_packages, prefer_local_packages
     from verl_like.process.child import ROOT
 
     for name in ("package", "module", "other"):

@@ -18,8 +18,8 @@ from torch._dynamo.utils import counters
 from tests.workers.gradients import ACTOR_COLUMNS, gradients
 from tests.workers.samples import make_batch, started, tiny_config
 from tests.workers.training.rank_layouts import saved
+from verl_like import tensor_ops
 from verl_like.errors import ConfigError
-from verl_like.tensor_ops import logprobs
 from workers.models import attention
 from workers.parallel.sharding import ParallelDims
 from workers.roles.actor import ActorWorker
@@ -34,9 +34,9 @@ def quick(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Trace graphs without generating programs."""
     if "slow" not in request.keywords:
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    logprobs._compiled.cache_clear()
+    tensor_ops._compiled.cache_clear()
     yield
-    logprobs._compiled.cache_clear()
+    tensor_ops._compiled.cache_clear()
     torch._dynamo.reset()
 
 
