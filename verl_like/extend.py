@@ -62,8 +62,8 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.config import OptimConfig as OptimConfig
     from workers.config.rollout import ROLLOUT_ENGINES as ROLLOUT_ENGINES
     from workers.losses.aggregate import agg_loss as agg_loss
-    from workers.losses.pairwise import REWARD_MODEL_LOSSES as REWARD_MODEL_LOSSES
     from workers.losses.preference import PREFERENCE_LOSSES as PREFERENCE_LOSSES
+    from workers.losses.preference import REWARD_MODEL_LOSSES as REWARD_MODEL_LOSSES
     from workers.losses.registry import POLICY_LOSSES as POLICY_LOSSES
     from workers.losses.registry import declare_chosen_tokens as declare_chosen_tokens
     from workers.losses.registry import declare_loss_keys as declare_loss_keys

@@ -12,7 +12,7 @@ from trainer.ppo.roles import ScoringCall, scoring_calls
 from verl_like.batch.protocol import DataProto
 from workers.columns import read_column, read_columns
 from workers.config.conditions import has_teacher
-from workers.losses.mismatch import MismatchGauge
+from workers.losses.kl import MismatchGauge
 from workers.losses.registry import get_policy_loss, traits_of
 
 

@@ -51,6 +51,6 @@ REWARD_MODEL = Recipe(
     config_dir=Path(__file__).resolve().parent,
     config_name="reward_model_trainer",
     placements=placement_presets({"global_pool": ["reward_model"]}),
-    registries=("workers.losses.pairwise", rows.OPTIMIZERS),
+    registries=("workers.losses.preference", rows.OPTIMIZERS),
     checks=(rows.check_rows_config,),
 )

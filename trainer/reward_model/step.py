@@ -24,7 +24,7 @@ from trainer.rows.preflight import longest_row
 from trainer.rows.trainer import ROWS_RUN, RowTrainer
 from trainer.run_state import Metrics
 from workers.columns import read_columns
-from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
+from workers.losses.preference import compute_reward_loss, get_pairwise_loss, rank_accuracy
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,14 @@
 """Losses: pure functions of tensors and a mask.
 
-Policy losses are in `per_token` (PPO's clip, CISPO, SAPO, DPPO, …), `per_sequence` (GSPO, GMPO) and
-`covariance`, registered by name in `workers.losses.registry.POLICY_LOSSES`. Each is the formula of
-its paper, and autograd gives the gradient. To add one, write a file and import it below. The policy
-losses use `registry.token_loss` (turns a function of tokens into a policy loss), `aggregate`
-(reduces token losses to one number).
+Policy losses are in `policy` (PPO's clip, CISPO, GSPO, Clip-Cov, …), registered by name in
+`workers.losses.registry.POLICY_LOSSES`. Each is the formula of its paper, and autograd gives the
+gradient. To add one, write a file and import it below. The policy losses use `registry.token_loss`
+(turns a function of tokens into a policy loss), `aggregate` (reduces token losses to one number).
 
-`correction` and `rejection` weight or reject tokens that another policy sampled, and `mismatch`
-measures the difference from that policy. The critic's loss is in `value`, the KL to the reference
-in `kl`, the losses of other recipes in `aggregate` (language models), `pairwise` and `preference`,
-and those of a server's clients in `token_sums`.
+`correction` weights or rejects tokens that another policy sampled, and `kl` measures the difference
+from that policy, and the KL to the reference. The critic's loss is in `value`, the losses of other
+recipes in `aggregate` (language models) and `preference`, and those of a server's clients in
+`token_sums`.
 
 Tensors of a policy loss are [rows, response tokens]. **Sums over micro-batches are exact.** A
 worker sees one micro-batch of a global mini-batch. It passes the denominators of the mini-batch to
@@ -20,4 +19,4 @@ their tokens beforehand.) Values outside the mask never affect a policy loss or 
 with an empty mask both are zero.
 """
 
-from workers.losses import covariance, per_sequence, per_token  # noqa: F401  # registers them
+from workers.losses import policy  # noqa: F401  # registers them

@@ -19,8 +19,7 @@ from workers.columns import ROUTED, sampled_log_probs_column
 from workers.config import ActorConfig, WorkersConfig, replays_routing
 from workers.config.conditions import policy_loss_of
 from workers.losses.aggregate import Denominators, LossAndMetrics, agg_loss
-from workers.losses.kl import kl_penalty
-from workers.losses.mismatch import MismatchGauge
+from workers.losses.kl import MismatchGauge, kl_penalty
 from workers.losses.registry import PolicyLoss, get_policy_loss, traits_of
 from workers.training.loss import Loss
 from workers.training.microbatch import Columns, MiniBatch

@@ -16,7 +16,7 @@ from verl_like.calls.dispatch import register
 from verl_like.calls.result import CallMetrics
 from workers.config.rows import RewardModelTrainingConfig, RowWorkerConfig
 from workers.losses.aggregate import LossAndMetrics, compute_lm_loss
-from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss, rank_accuracy
+from workers.losses.preference import compute_reward_loss, get_pairwise_loss, rank_accuracy
 from workers.models.causal_lm import Head
 from workers.roles.model_worker import TRAIN_DISPATCH, LossFactory, ModelWorker
 from workers.training.checkpoints.calls import CheckpointMixin

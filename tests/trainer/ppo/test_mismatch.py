@@ -8,7 +8,7 @@ from tests.integration.runs import POLICY_ALONE, overrides
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.rollout_gap import diagnose_rollout_gap, explain_gap
 from workers.losses import aggregate
-from workers.losses.mismatch import MismatchGauge
+from workers.losses.kl import MismatchGauge
 
 
 def columns(rows=13, width=11, seed=0):

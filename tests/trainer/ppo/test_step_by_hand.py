@@ -14,7 +14,7 @@ from trainer.ppo.config import KLControlConfig
 from trainer.ppo.rewards_to_advantages import KLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from workers.config import ActorConfig
-from workers.losses.per_token import compute_policy_loss_vanilla
+from workers.losses.policy import compute_policy_loss_vanilla
 from workers.losses.value import compute_value_loss
 
 MASK = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])

@@ -16,7 +16,7 @@ from trainer.data.prompts import load_tokenizer
 from trainer.ppo.recipe import PPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from verl_like.errors import ConfigError
-from workers.losses.pairwise import REWARD_MODEL_LOSSES, compute_reward_loss
+from workers.losses.preference import REWARD_MODEL_LOSSES, compute_reward_loss
 
 
 def letters(number: int, seed: int) -> list[dict[str, object]]:

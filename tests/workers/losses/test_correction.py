@@ -22,8 +22,7 @@ from tests.workers.losses.plain_python import Columns, Rows, tokens_of
 from verl_like.errors import ConfigError
 from workers.config import RolloutCorrectionConfig
 from workers.losses.aggregate import agg_policy_loss
-from workers.losses.correction import RolloutCorrection, normalized
-from workers.losses.rejection import CRITERIA
+from workers.losses.correction import CRITERIA, RolloutCorrection, normalized
 
 
 @pytest.mark.parametrize("threshold", ["1.4", "0.7_1.4"])

@@ -12,7 +12,7 @@ import torch
 from tests.workers.losses.plain_python import CONFIG, Columns, Rows, aggregate, tokens_of
 from tests.workers.losses.twins import clipped_surrogate
 from workers.config import LOSS_AGG_MODES
-from workers.losses.covariance import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
+from workers.losses.policy import compute_policy_loss_clip_cov, compute_policy_loss_kl_cov
 from workers.losses.registry import PolicyLoss, traits_of
 
 NAMES = ("old_log_prob", "log_prob", "advantages")

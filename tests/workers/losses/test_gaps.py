@@ -18,10 +18,9 @@ from tests.workers.losses.plain_python import CONFIG, ROWS, WIDTH, Columns
 from verl_like.tensor_ops import masked_mean, masked_sum
 from workers.config import LOSS_AGG_MODES
 from workers.losses.aggregate import agg_loss, compute_lm_loss
-from workers.losses.kl import KL_ESTIMATORS, kl_penalty
-from workers.losses.mismatch import MismatchGauge
+from workers.losses.correction import CRITERIA
+from workers.losses.kl import KL_ESTIMATORS, MismatchGauge, kl_penalty
 from workers.losses.registry import POLICY_LOSSES, traits_of
-from workers.losses.rejection import CRITERIA
 from workers.losses.value import compute_value_loss
 
 Numbers = dict[str, Any]

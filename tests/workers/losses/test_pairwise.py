@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from workers.losses.pairwise import REWARD_MODEL_LOSSES, compute_reward_loss, rank_accuracy
+from workers.losses.preference import REWARD_MODEL_LOSSES, compute_reward_loss, rank_accuracy
 
 GAPS = [-1e4, -90.0, -3.0, -0.1, 0.0, 0.1, 3.0, 90.0, 1e4]
 

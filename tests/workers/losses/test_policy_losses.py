@@ -251,8 +251,7 @@ def test_dppo_keeps_rare_tokens_that_ppo_clips_and_drops_likely_ones(name: str) 
 def test_policy_losses_are_found_by_name_or_dotted_path() -> None:
     assert get_policy_loss("gspo") is POLICY_LOSSES["gspo"]
     assert (
-        get_policy_loss("workers.losses.per_token.compute_policy_loss_cispo")
-        is POLICY_LOSSES["cispo"]
+        get_policy_loss("workers.losses.policy.compute_policy_loss_cispo") is POLICY_LOSSES["cispo"]
     )
     with pytest.raises(ConfigError, match="unknown policy loss 'gpso'.*Did you mean 'gspo'"):
         get_policy_loss("gpso")

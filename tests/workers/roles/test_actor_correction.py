@@ -14,7 +14,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 from workers.config import PolicyLossConfig, RolloutCorrectionConfig
 from workers.losses.correction import RolloutCorrection
-from workers.losses.per_token import compute_policy_loss_reinforce
+from workers.losses.policy import compute_policy_loss_reinforce
 from workers.roles.actor import ActorWorker
 
 REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}

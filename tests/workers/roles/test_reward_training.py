@@ -18,7 +18,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.config import CheckpointConfig, OptimConfig, RewardModelConfig
 from workers.config.rows import RewardModelTrainingConfig, RowDataConfig, TrainedModelConfig
-from workers.losses.pairwise import REWARD_MODEL_LOSSES
+from workers.losses.preference import REWARD_MODEL_LOSSES
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rows import RewardModelTrainingWorker
 from workers.training.engine import INPUTS
@@ -122,7 +122,7 @@ def test_the_metrics_are_means_over_the_pairs(one_layer_dir: Path) -> None:
 
 
 def test_a_loss_can_be_given_by_its_dotted_path(one_layer_dir: Path) -> None:
-    path = "workers.losses.pairwise.compute_pairwise_loss_log_exp"
+    path = "workers.losses.preference.compute_pairwise_loss_log_exp"
     worker = RewardModelTrainingWorker(RewardModelTrainingConfig(loss=path))
     assert worker.pairwise_loss is REWARD_MODEL_LOSSES["log_exp"]
 

@@ -26,8 +26,7 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.registry import format_signature, is_required, load_object, signature_of
 from workers.config import ActorConfig, CriticConfig
 from workers.losses.aggregate import Denominators, compute_lm_loss
-from workers.losses.pairwise import REWARD_MODEL_LOSSES
-from workers.losses.preference import PREFERENCE_LOSSES
+from workers.losses.preference import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 from workers.losses.registry import POLICY_LOSSES, traits_of
 from workers.losses.value import compute_value_loss
 

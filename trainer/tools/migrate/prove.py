@@ -21,8 +21,7 @@ from verl_like.errors import ConfigError
 from workers.config import ActorConfig
 from workers.losses.aggregate import AGGREGATIONS, agg_loss
 from workers.losses.kl import k3, kl_penalty
-from workers.losses.pairwise import compute_reward_loss, get_pairwise_loss
-from workers.losses.preference import PREFERENCE_LOSSES
+from workers.losses.preference import PREFERENCE_LOSSES, compute_reward_loss, get_pairwise_loss
 from workers.losses.registry import get_policy_loss
 
 ACTOR = "actor_rollout_ref.actor."

@@ -1,6 +1,10 @@
-"""Policy losses of single tokens: each token's ratio counts for itself.
+"""Policy losses, each with its formula and source: of single tokens, of sequences, by covariance.
 
-All tensors are [rows, R]; `workers.losses.registry` explains the shapes and the symbols.
+All tensors are [rows, R]; `workers.losses.registry` explains the shapes and the symbols. In a loss
+of single tokens (PPO's clip, CISPO, SAPO, DPPO, …), each token's ratio counts for itself. GSPO has
+one importance ratio per sequence, and GMPO clips each token's ratio. Clip-Cov and KL-Cov treat
+tokens differently that would reduce the entropy most: the covariance of log-prob and advantage at a
+token tells how an update at the token changes the entropy.
 """
 
 from __future__ import annotations
@@ -8,12 +12,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_like.tensor_ops import zero_outside
+from verl_like.tensor_ops import masked_mean, zero_outside
 from workers.config import ActorConfig
 from workers.losses.registry import (
     CLIP_RANGE,
+    LARGEST_LOG_RATIO,
     POLICY_LOSSES,
+    NotNegative,
     Positive,
+    Share,
     clip_range,
     clip_widths,
     log_ratio,
@@ -241,3 +248,202 @@ def _losses_in_trust_region(
         "actor/pg_clipfrac": dropped,
         "actor/pg_clipfrac_lower": (ratio > config.clip_ratio_c) & ~dropped,
     }
+
+
+@POLICY_LOSSES.register("geo_mean", "gmpo")
+@token_loss("seq-mean-token-mean", keys_read=CLIP_RANGE, one_ratio_per_sequence=True)
+def compute_policy_loss_geo_mean(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The geometric mean s of the sequence's ratios, each clipped on one side: `-A * s`.
+
+    A is the mean of the sequence's advantages. log r is at most `clip_ratio_high` where the
+    advantage is positive, and at least `-clip_ratio_low` where it is negative; it counts as 0 where
+    the advantage is 0. Every token gets the loss of its sequence. The paper uses
+    `seq-mean-token-mean` and clips at 0.4.
+
+    Watch: If `actor/pg_clipfrac` or `actor/pg_clipfrac_lower` (fractions of tokens clipped at the
+    upper or lower bound) is above a few percent, lower the learning rate, or use fewer mini-batches
+    per step.
+
+    Source: GMPO, arXiv 2507.20673
+    """
+    low, high = clip_widths(config)
+    log_r = log_ratio(log_prob, old_log_prob, mask)
+
+    rises, sign = advantages > 0, advantages.sign()
+    limit = torch.where(rises, log_r.new_tensor(high), log_r.new_tensor(low))
+    limited = sign * torch.minimum(sign * log_r, limit)
+    lengths = mask.sum(dim=-1, keepdim=True).clamp(min=1)
+    ratio = (limited.sum(dim=-1, keepdim=True) / lengths).exp()
+    losses = (-advantages.sum(dim=-1, keepdim=True) / lengths * ratio).expand_as(mask)
+
+    is_clipped = sign * log_r > limit
+    per_token = {
+        "actor/ppo_kl": -log_r,
+        "actor/pg_clipfrac": is_clipped & rises,
+        "actor/pg_clipfrac_lower": is_clipped & ~rises,
+    }
+    return losses, per_token
+
+
+@POLICY_LOSSES.register("gspo", "luspo")
+@token_loss(
+    "seq-mean-token-mean",
+    keys_read=CLIP_RANGE,
+    one_ratio_per_sequence=True,
+    clips_sequences=True,
+    holds_weights=True,
+    longer_count_more=("luspo",),
+)
+def compute_policy_loss_gspo(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss with the ratio of the sequence: the geometric mean of its token ratios.
+
+    This is the paper's token-level form: the value is that of the sequence ratio, and each token
+    contributes its own gradient. The paper uses `seq-mean-token-mean` and clips at 3e-4 and 4e-4.
+    LUSPO, registered as `luspo`, is the same loss with `loss_agg_mode=seq-mean-token-sum`, which
+    weights each sequence by its number of tokens. Set this key as well.
+
+    Watch: `actor/pg_clipfrac` is usually 0.1 or more. If it is 0, the clip range is too wide for
+    sequence ratios: set `clip_ratio_low` and `clip_ratio_high`.
+
+    Source: GSPO, arXiv 2507.18071, section 4.3; LUSPO, arXiv 2602.05261
+    """
+    log_r = log_ratio(log_prob.detach(), old_log_prob, mask)
+    # only the mean is clamped, so a token that moved far counts fully
+    mean = masked_mean((log_prob - old_log_prob).detach(), mask, axis=-1).unsqueeze(-1)
+    of_sequence = mean.clamp(min=-LARGEST_LOG_RATIO, max=LARGEST_LOG_RATIO).exp()
+    ratio = of_sequence * zero_outside(log_prob - log_prob.detach(), mask).exp()
+
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(*clip_range(config))
+    losses = torch.maximum(free, clipped)
+
+    per_token = {
+        "actor/ppo_kl": -log_r,
+        "actor/pg_clipfrac": clipped > free,
+        "actor/pg_clipfrac_lower": torch.zeros_like(mask),
+    }
+    return losses, per_token
+
+
+@torch.no_grad()
+def _choose_some_of_high_covariance(
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    generator: torch.Generator | None = None,
+    config: ActorConfig | None = None,
+    *,
+    clip_cov_ratio: Share = 2e-4,
+    clip_cov_lb: float = 1.0,
+    clip_cov_ub: float = 5.0,
+) -> Tensor:
+    """Choose the tokens whose gradient is zeroed: a random few of those with high covariance."""
+    mask = response_mask.bool()
+    covariance = token_covariance(advantages, old_log_prob, mask)
+    candidates = (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
+
+    count = max(int(clip_cov_ratio * torch.count_nonzero(mask)), 1)
+    places = candidates.flatten().nonzero().squeeze(-1)
+    order = torch.randperm(len(places), generator=generator).to(places.device)
+    chosen = torch.zeros_like(candidates.flatten())
+    chosen[places[order[:count]]] = True
+    return chosen.view_as(candidates)
+
+
+@POLICY_LOSSES.register("clip_cov")
+@token_loss(keys_read=CLIP_RANGE, choose_tokens=_choose_some_of_high_covariance)
+def compute_policy_loss_clip_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: ActorConfig,
+    chosen: Tensor,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """PPO's clipped loss, set to 0 for a few tokens whose A and log p have a high covariance.
+
+    They are sampled from the tokens whose covariance under the old policy is between `clip_cov_lb`
+    and `clip_cov_ub`: a fraction `clip_cov_ratio` of all tokens in the mini-batch, at least one, or
+    fewer if the range has fewer.
+
+    Watch: If `actor/entropy` falls as with `vanilla` while `actor/pg_clipfrac` is 0, widen the
+    range, or use `kl_cov`.
+
+    Source: arXiv 2505.22617
+    """
+    log_r = log_ratio(log_prob, old_log_prob, mask)
+    ratio = log_r.exp()
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(*clip_range(config))
+    losses = zero_outside(torch.maximum(free, clipped), ~chosen)
+
+    per_token = {"actor/ppo_kl": -log_r, "actor/pg_clipfrac": chosen}
+    return losses, per_token
+
+
+@torch.no_grad()
+def _choose_highest_covariance(
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    generator: torch.Generator | None = None,
+    config: ActorConfig | None = None,
+    *,
+    kl_cov_ratio: Share = 2e-4,
+) -> Tensor:
+    """Choose the tokens with a KL penalty: those of the mini-batch with the highest covariance."""
+    mask = response_mask.bool()
+    covariance = token_covariance(advantages, old_log_prob, mask)
+
+    flat = covariance.flatten()
+    count = max(int(kl_cov_ratio * torch.count_nonzero(mask)), 1)
+    chosen = torch.zeros_like(flat, dtype=torch.bool)
+    chosen[flat.topk(min(count, len(flat))).indices] = True
+    return chosen.view_as(mask) & mask
+
+
+@POLICY_LOSSES.register("kl_cov")
+@token_loss(keys_read=(), choose_tokens=_choose_highest_covariance)
+def compute_policy_loss_kl_cov(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    config: ActorConfig,
+    chosen: Tensor,
+    *,
+    ppo_kl_coef: NotNegative = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """A KL penalty on the tokens with the highest covariance of A and log p: `-A * r + KL`.
+
+    The KL is `ppo_kl_coef * |log r|`. It applies to a fraction `kl_cov_ratio` of the tokens in the
+    mini-batch, at least one. The covariance is computed under the old policy.
+
+    Watch: If `actor/ppo_kl`, here the mean of |log r|, grows within a step, use fewer mini-batches,
+    because nothing is clipped. `actor/entropy` should stop falling.
+
+    Source: arXiv 2505.22617
+    """
+    log_r = log_ratio(log_prob, old_log_prob, mask)
+    distance = log_r.abs()
+    kl = ppo_kl_coef * zero_outside(distance, chosen)
+    losses = kl - advantages * log_r.exp()
+
+    return losses, {"actor/ppo_kl": distance, "actor/kl_cov_frac": chosen}
+
+
+@torch.no_grad()
+def token_covariance(advantages: Tensor, log_prob: Tensor, mask: Tensor) -> Tensor:
+    """Return (A - mean A) (log p - mean log p), [rows, R], with means over the tokens of the call.
+
+    `mask` is a bool; tokens outside it get -inf. The mean over the other tokens is the covariance,
+    which determines how fast the entropy falls (arXiv 2505.22617).
+    """
+    product = (advantages - masked_mean(advantages, mask)) * (
+        log_prob - masked_mean(log_prob, mask)
+    )
+    return product.masked_fill(~mask, -torch.inf)
