@@ -398,11 +398,16 @@ def metric_lists() -> str:
     parts = []
     for title, metrics in groups.items():
         rows = [
-            f"`{name}`|{'' if unit == '-' or unit in meaning else unit}|{_cell(meaning)}"
+            f"`{name}`|{'' if unit == '-' or has_word(meaning, unit) else unit}|{_cell(meaning)}"
             for name, (unit, meaning) in metrics.items()
         ]
         parts.append("\n".join([f"## {title}", "", "Metric|Unit|Meaning", "---|---|---", *rows]))
     return "\n\n".join(parts)
+
+
+def has_word(text: str, word: str) -> bool:
+    """Return whether the text contains the word; the s of a genitive is none."""
+    return bool(re.search(rf"(?<![\w']){re.escape(word)}(?!\w)", text))
 
 
 def preset_table() -> str:
