@@ -58,8 +58,7 @@ def ours(folder: Path, kind: str) -> Iterator[int]:
     from trainer.data.config import DataConfig
     from trainer.data.lm_rows import lm_batch, read_lm_rows
     from trainer.data.prompts import PromptSet, load_tokenizer
-    from workers.models.image_input import ImageInput
-    from workers.models.images import image_reader
+    from workers.models.images import ImageInput, image_reader
 
     model, files, num_values = str(folder / "model"), str(folder / "rows.jsonl"), 0
     tokenizer = load_tokenizer(model)

@@ -453,7 +453,7 @@ def published(device: Any, version: int, size: str, snapshot: Any = None, **more
     import torch
 
     from workers.models.tensor_files import byte_view
-    from workers.weights.checksum import hash_on_device
+    from workers.weights.full_weights import hash_on_device
 
     largest = torch.zeros(max(weight_sizes(size)), dtype=torch.bfloat16, device=device)
     weights = [(str(n), largest[:count]) for n, count in enumerate(weight_sizes(size))]
@@ -464,7 +464,7 @@ def published(device: Any, version: int, size: str, snapshot: Any = None, **more
 
 def publish(trial: Trial) -> Iterator[Figure]:
     """Time how long a trainer waits until a version of 7B is in host memory, with its hashes."""
-    from workers.weights.snapshots import Snapshot
+    from workers.weights.host_copy import Snapshot
 
     size = "tiny" if trial.tiny else "7b"
     yield "weights", published_bytes(size) / 1e9, "GB"

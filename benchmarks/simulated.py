@@ -30,8 +30,7 @@ from verl_like.calls import result as form
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.messages import Call, Header, Pending, unpack
 from verl_like.process.info import ProcessInfo
-from workers.rollout.batches import read_samples, to_batch
-from workers.rollout.sample import Sample
+from workers.rollout.sample import Sample, read_samples, to_batch
 from workers.weights.sync import SyncReport
 
 PROMPT, RESPONSE = 512, 512

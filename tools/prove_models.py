@@ -36,8 +36,8 @@ from workers.models.folder import factor_border
 from workers.models.quantize import Int8Weight, make_room
 from workers.models.routing import Routers
 from workers.models.support import LIMITS, ORIGINAL, TABLE, features, ropes, window_sizes
+from workers.parallel.pipeline import NoStages, StageParts, Stages
 from workers.parallel.sequence import AttendRows
-from workers.parallel.stages import NoStages, StageParts, Stages
 from workers.rollout.native.kv_cache import (
     SlotCache,
     Slots,

@@ -39,8 +39,8 @@ from verl_like.config_key import replace_keys
 from verl_like.placement.pools import expand_roles
 from workers.columns import COLUMNS, Column, declared_columns, format_like
 from workers.config import has_environment
-from workers.rollout.batches import REQUEST, read_samples, to_batch
 from workers.rollout.client import ROW_BITS
+from workers.rollout.sample import REQUEST, read_samples, to_batch
 
 DRIVER, INLINE = "driver", "the driver's process"
 NUM_TOKENS = 2

@@ -93,7 +93,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from workers.training.role_model_spec import RoleModelSpec as RoleModelSpec
     from workers.training.row_scores import ScoreTrainEngine as ScoreTrainEngine
     from workers.training.update import update_model as update_model
-    from workers.weights.module_writer import ModuleWriter as ModuleWriter
+    from workers.weights.full_weights import ModuleWriter as ModuleWriter
     from workers.weights.sync import sync_weights as sync_weights
 
 [_MODULE_OF] = names_by_block(__file__)

@@ -13,8 +13,8 @@ from tests.integration.runs import FEW_ROWS, calls, lines, overrides
 from trainer import load_config, main_ppo, run
 from verl_like.errors import ConfigError
 from workers.config import model_rewards
+from workers.rewards.remote import RewardServer
 from workers.rewards.scorer import FunctionSpec
-from workers.rewards.server import RewardServer
 
 GRPO = (
     *("trainer.backend=local", "placement=colocate", "algorithm.use_kl_in_reward=false"),

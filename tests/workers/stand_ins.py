@@ -12,9 +12,8 @@ from torch import nn
 
 from verl_like.errors import WeightSyncError
 from workers.weights.channel import Channel
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import ModuleWriter, checksum_of
 from workers.weights.host_copy import HostCopy
-from workers.weights.module_writer import ModuleWriter
 from workers.weights.sync import sync_weights
 from workers.weights.transfer import WeightReceiver, WeightSender
 

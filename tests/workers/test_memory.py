@@ -21,7 +21,7 @@ from workers.config.rows import PreferenceWorkerConfig, RowDataConfig, TrainedMo
 from workers.memory import LargestPass, engine_memory
 from workers.parallel import sharding
 from workers.roles.actor import ActorWorker
-from workers.roles.preference import PreferenceWorker
+from workers.roles.rows import PreferenceWorker
 from workers.training import sharded_model
 from workers.training.passes import attention, lm_head
 

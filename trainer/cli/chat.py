@@ -169,8 +169,7 @@ class Chat:
 
     def image_inputs(self, ids: Any, refs: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Return the arguments of `generate` for the images among these tokens."""
-        from workers.models.image_input import ImageInput
-        from workers.models.images import image_reader
+        from workers.models.images import ImageInput, image_reader
 
         images = ImageInput(self.model, image_reader(self.tokenizer.name_or_path))
         numbers = images.of_row(ids[0], refs, "the message")

@@ -37,8 +37,8 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.process.machine import ON_THIS_MACHINE
 from verl_like.process.sandbox import Sandbox
 from verl_like.terminal import usage_text
+from workers.rewards.remote import RewardServer
 from workers.rewards.scorer import FunctionSpec, trust_kwargs
-from workers.rewards.server import RewardServer
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.batch.protocol import DataProto
-from workers.rollout.batches import check_sample_hashes
+from workers.rollout.sample import check_sample_hashes
 
 BATCHES_FOLDER = "batches"
 STAGES = "score", "estimate", "update"

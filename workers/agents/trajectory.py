@@ -5,7 +5,7 @@
                         +------------------------on_sample------------------------+
 
 `end` leads from every state to ENDED. An agent's request skips OBSERVED, because it is tokenized
-when it arrives. `workers.agents.loop` plays many trajectories with one engine.
+when it arrives. `workers.agents.players` plays many trajectories with one engine.
 """
 
 from __future__ import annotations

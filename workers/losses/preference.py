@@ -15,7 +15,7 @@ returns one number per pair or row. A loss with the parameter `desirable` learns
 `reference_free` sets them to 0.
 
 `measures` returns the loss and the metrics of every pair or row as columns, which
-`workers.roles.preference` averages over the rows of a step, and `trainer.preference.step` over the
+`workers.roles.rows` averages over the rows of a step, and `trainer.preference.step` over the
 validation set.
 """
 

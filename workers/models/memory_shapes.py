@@ -221,8 +221,7 @@ def _of_stages(
     model: _Described, compute: torch.dtype, tp: int, stage: StageOf
 ) -> list[ModelShapes]:
     """Return the shapes of every rank in the pipeline that `stage` belongs to."""
-    from workers.parallel.pipeline import max_pending_passes, num_chunks
-    from workers.parallel.stages import Stages, stage_ranges
+    from workers.parallel.pipeline import Stages, max_pending_passes, num_chunks, stage_ranges
 
     full, weights = _unsplit(model, compute, tp), _counted(model)
     num_stages = stage.num_ranks * num_chunks(stage.schedule)

@@ -40,7 +40,6 @@ from workers.config import WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos, set_template_variables
 from workers.models.state import named_state
 from workers.rollout.base import RolloutEngine, SamplingParams, in_step
-from workers.rollout.batches import REQUEST, read_samples, to_batch
 from workers.rollout.build_engine import (
     build_engine,
     check_engine,
@@ -49,7 +48,7 @@ from workers.rollout.build_engine import (
     takes_adapter,
     tokenizer_of,
 )
-from workers.rollout.sample import Sample, sample_seed
+from workers.rollout.sample import REQUEST, Sample, read_samples, sample_seed, to_batch
 from workers.rollout.sampling import EXTRA_SAMPLING, STOPS, sampling_params
 from workers.weights.sync import SyncReport
 from workers.weights.transfer import WeightReceiver

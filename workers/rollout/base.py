@@ -355,7 +355,7 @@ class RolloutEngine(ABC):
 
     def weights_checksum(self) -> str:
         """Return a hash of the full weights, to compare with the trainer's."""
-        from workers.weights.checksum import checksum_of
+        from workers.weights.full_weights import checksum_of
 
         return checksum_of(self.named_weights())
 

@@ -27,7 +27,7 @@ from verl_like.batch.split import view_rows
 from verl_like.calls.future import WorkerFuture, gather
 from verl_like.errors import LostSamplesError, WorkerDiedError
 from workers.columns import PLAYERS, split_player_uid
-from workers.rollout.batches import REQUEST
+from workers.rollout.sample import REQUEST
 
 logger = logging.getLogger(__name__)
 ROW_BITS = 32

@@ -14,11 +14,16 @@ from workers.models.routing import Routers
 from workers.models.state import named_state
 from workers.models.tensor_files import byte_view
 from workers.rollout.base import EngineLimits, RolloutEngine
-from workers.weights.checksum import NamedTensors, digest_of, float32_hash, hashes_of
-from workers.weights.module_writer import ModuleWriter
+from workers.weights.full_weights import (
+    ModuleWriter,
+    NamedTensors,
+    digest_of,
+    float32_hash,
+    hashes_of,
+)
 
 if TYPE_CHECKING:
-    from workers.models.image_input import ImageInput
+    from workers.models.images import ImageInput
 
 
 class ModuleRolloutEngine(RolloutEngine):
@@ -39,7 +44,7 @@ class ModuleRolloutEngine(RolloutEngine):
     @cached_property
     def images(self) -> ImageInput:
         """The images in prompts; an error if the model reads none."""
-        from workers.models.image_input import ImageInput
+        from workers.models.images import ImageInput
 
         return ImageInput(self.module, self.image_reader)
 

@@ -20,7 +20,7 @@ from workers.models.tensor_files import WRITE_NOW
 from workers.training.checkpoints.background_copies import FileCopies
 from workers.training.checkpoints.shards import Ranks, read_shards, write_shards
 from workers.training.engine import TrainEngine
-from workers.weights.module_writer import ExpectedTensors
+from workers.weights.full_weights import ExpectedTensors
 
 
 class WeightAverage:

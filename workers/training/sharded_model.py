@@ -37,7 +37,7 @@ from workers.training.passes.packing import Feed, RowPasses
 from workers.training.role_model_spec import RoleModelSpec
 
 if TYPE_CHECKING:
-    from workers.models.image_input import ImageInput
+    from workers.models.images import ImageInput
     from workers.training.loss import Loss
 
 PartT = TypeVar("PartT", bound="ModelPart")
@@ -144,8 +144,7 @@ class Model:
     def image_input(self) -> ImageInput:
         """The images in the rows of passes; an error if the model reads none."""
         from workers.models.folder import model_folder
-        from workers.models.image_input import ImageInput
-        from workers.models.images import image_reader
+        from workers.models.images import ImageInput, image_reader
 
         folder = model_folder(self.model_config.path, weights=False)
         images = ImageInput(self.module, image_reader(str(folder)))
@@ -251,7 +250,7 @@ class Model:
 
         Collective: every rank must call this.
         """
-        from workers.weights.checksum import checksum_of
+        from workers.weights.full_weights import checksum_of
 
         return checksum_of(self.named_full_tensors(dtype=dtype))
 

@@ -33,7 +33,7 @@ from verl_like.process.store import SIGNATURE_BYTES, SignedStore
 from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
 from workers.parallel.offload import lock_pages
-from workers.weights.checksum import (
+from workers.weights.full_weights import (
     HOST,
     NamedTensors,
     Stopwatch,

@@ -1,8 +1,10 @@
-"""A rollout rank's copy of the received weights in host memory, next to the engine's weights.
+"""Copies of weights in host memory: a version to deliver, and what a rollout rank has received.
 
-Because of this copy, unchanged numbers need not be sent again (`rollout.weight_sync=changed`). A
-LoRA layer is stored as base weight and factors, of which only the factors change. At each version
-they are merged with the stored base weight, so rounding errors do not accumulate.
+Threads deliver a `Snapshot` of published weights while training continues. A rollout rank has a
+`HostCopy` of the received weights, next to the engine's weights. Because of this copy, unchanged
+numbers need not be sent again (`rollout.weight_sync=changed`). A LoRA layer is stored as base
+weight and factors, of which only the factors change. At each version they are merged with the
+stored base weight, so rounding errors do not accumulate.
 
 After an update with a small learning rate, most bfloat16 weights have their old values.
 `encode_changes` encodes only the changed numbers: how many there are in each block of 256 numbers
@@ -11,7 +13,9 @@ After an update with a small learning rate, most bfloat16 weights have their old
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +25,18 @@ from verl_like.errors import WeightSyncError
 from workers.models.lora import PARTS, merged_weight, shapes_differ
 from workers.models.precision import dtype_of
 from workers.models.tensor_files import byte_view
-from workers.weights.channel import Channel, Manifest, fill_buckets
-from workers.weights.checksum import HOST, NamedTensors, as_integers, hash_of
-from workers.weights.module_writer import describe_problems, raise_problems
+from workers.weights.channel import Bucket, Channel, Manifest, allocate_buffer, fill_buckets
+from workers.weights.full_weights import (
+    HOST,
+    NamedTensors,
+    Stopwatch,
+    as_integers,
+    describe_problems,
+    fetched,
+    hash_of,
+    raise_problems,
+)
+from workers.weights.sync import PublishReport
 
 
 class HostCopy:
@@ -178,3 +191,120 @@ def apply_changes(tensor: Tensor, changes: Tensor) -> None:
     offsets, values = changes[2 * num_blocks :].split([total, total * words.itemsize])
     starts = torch.repeat_interleave(torch.arange(0, num_blocks * BLOCK, BLOCK), counts)
     words[starts + offsets] = values.clone().view(words.dtype)
+
+
+class Snapshot:
+    """The full weights of one version in host memory, packed in buckets.
+
+    A delivery sends these buckets without a copy, and so takes little of Python's time from the
+    trainer.
+    """
+
+    def __init__(self, on_gpu: bool = False) -> None:
+        self.on_gpu = on_gpu
+        """True if the weights come from a GPU."""
+        self.version: int | None = None
+        self.buckets: list[Bucket] = []
+        self.merging: dict[str, Any] | None = None
+        """The way in which receivers merge adapters; None if the weights are already merged."""
+        self.watch = Stopwatch()
+        self._rooms: list[Tensor] = []
+
+    def fill(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        bucket_mb: float,
+        merging: dict[str, Any] | None = None,
+    ) -> None:
+        """Replace the contents with copies of these tensors, and reuse the memory.
+
+        Weights of a GPU are hashed there, while the trainer waits. With `merging`, hashes of host
+        memory tell which tensors have changed.
+        """
+        self.version, self.merging, self.watch = version, merging, Stopwatch()
+        limit, on_device = int(bucket_mb * 2**20), self.on_gpu and merging is None
+        filling = fill_buckets(tensors, limit, self._room, self.watch, False, on_device)
+        self.buckets = list(filling)
+        if on_device:  # waits for the copies, too
+            entries = [entry for bucket in self.buckets for entry in bucket.entries]
+            for entry, value in zip(entries, fetched([e[3] for e in entries]), strict=True):
+                entry[3] = value
+        del self._rooms[len(self.buckets) :]
+
+    def _room(self, number: int, num_bytes: int) -> Tensor:
+        """Return the memory of a bucket, reused if it is large enough."""
+        if number == len(self._rooms):
+            self._rooms.append(allocate_buffer(num_bytes, locked=self.on_gpu))
+        elif len(self._rooms[number]) < num_bytes:
+            self._rooms[number] = allocate_buffer(num_bytes, locked=self.on_gpu)
+        return self._rooms[number][:num_bytes]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors by name, without a copy."""
+        for bucket in self.buckets:
+            yield from bucket.tensors()
+
+    def manifest(self) -> Manifest:
+        """Return the entry of every tensor, by name."""
+        return {name: entry for bucket in self.buckets for name, *entry in bucket.entries}
+
+
+class Snapshots:
+    """The newest version, the previous version, and older versions that deliveries still read.
+
+    The next version is written into the memory of the previous one, unless a delivery still reads
+    it. So there are two snapshots, plus one for each older version in a slow delivery.
+    """
+
+    def __init__(self, on_gpu: bool = False) -> None:
+        self.newest: Snapshot | None = None
+        self.by_address: dict[str, tuple[Snapshot, Snapshot]] = {}
+        """By address of a delivery: its snapshot, and the snapshot before that."""
+        self._empty = partial(Snapshot, on_gpu)
+        self._previous = self._empty()
+        self._lock = threading.Lock()
+
+    def publish(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        bucket_mb: float,
+        merging: dict[str, Any] | None = None,
+    ) -> PublishReport:
+        """Copy the weights as `version`, which becomes the newest."""
+        before = self.newest
+        with self._lock:
+            is_read = any(self._previous in pair for pair in self.by_address.values())
+            snapshot = self._empty() if is_read else self._previous
+            self._previous = self._empty()
+        snapshot.fill(version, tensors, bucket_mb, merging)
+        with self._lock:
+            self._previous, self.newest = before or self._empty(), snapshot
+        num_bytes = sum(bucket.num_bytes for bucket in snapshot.buckets)
+        return PublishReport(num_bytes, snapshot.watch.seconds)
+
+    def hold(self, version: int | None, address: str) -> Snapshot:
+        """Reserve the newest snapshot, which must have this version unless that is None.
+
+        It does not change until `release`.
+        """
+        with self._lock:
+            newest = None if self.newest is None else self.newest.version
+            if self.newest is None or version not in (newest, None):
+                available = "no version is published"
+                if newest is not None:
+                    available = f"the published version is {newest}"
+                wanted = "the newest version" if version is None else f"version {version}"
+                raise WeightSyncError(
+                    f"{wanted} cannot be delivered: {available}. Only the newest "
+                    "version can be delivered; publish_weights(actor_group, version) publishes it."
+                )
+            sends_changes = self.newest.merging is not None
+            self.by_address[address] = self.newest, self._previous if sends_changes else Snapshot()
+            return self.newest
+
+    def release(self, address: str) -> None:
+        """End the reservation of this delivery's snapshot, so that its memory can be reused."""
+        with self._lock:
+            del self.by_address[address]

@@ -23,10 +23,9 @@ from workers.weights.sync import PublishReport, SyncReport
 
 if TYPE_CHECKING:
     from workers.weights.channel import Channel
-    from workers.weights.checksum import NamedTensors
     from workers.weights.connection import Connections
-    from workers.weights.host_copy import HostCopy, SentTensors
-    from workers.weights.snapshots import Snapshots
+    from workers.weights.full_weights import NamedTensors
+    from workers.weights.host_copy import HostCopy, SentTensors, Snapshots
 
 
 class _SendingEngine(Protocol):
@@ -72,7 +71,7 @@ class WeightSender:
     @cached_property
     def snapshots(self) -> Snapshots:
         """Published weights. `publish_weights` creates them, in the thread of the role's calls."""
-        from workers.weights.snapshots import Snapshots
+        from workers.weights.host_copy import Snapshots
 
         self.connections.new_address()  # opens the store here, where the role's env variables apply
         return Snapshots(on_gpu=self.device.type == "cuda")
@@ -275,7 +274,7 @@ class WeightReceiver:
                         "actor_rollout_ref.rollout.weight_sync for both"
                     )
                 if copy is None and channel.corrupt:
-                    from workers.weights.module_writer import describe_problems
+                    from workers.weights.full_weights import describe_problems
 
                     problems.append(describe_problems("transfer", corrupt=channel.corrupt))
                 if channel.all_agree(not problems):

@@ -19,7 +19,7 @@ from trainer.observers.sample_log import tokens_by_sample
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
-from workers.rollout.batches import REQUEST
+from workers.rollout.sample import REQUEST
 
 
 class NumberedPrompts:

@@ -13,7 +13,7 @@ from trainer.preference.recipe import DPO
 from trainer.rows.preflight import longest_row, preflight
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
-from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
+from workers.roles.rows import PreferenceReferenceWorker, PreferenceWorker
 
 
 @pytest.fixture(autouse=True)

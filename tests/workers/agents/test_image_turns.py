@@ -23,7 +23,7 @@ from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer, with_refs
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec
-from workers.agents.loop import TurnLoop
+from workers.agents.players import TurnLoop
 from workers.agents.trajectory import Trajectory
 from workers.config import EnvironmentConfig
 from workers.images import ImageRef, image_ref

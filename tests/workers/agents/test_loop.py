@@ -22,14 +22,13 @@ from verl_like.process.sandbox import Sandbox
 from workers.agents.chat import TurnRenderer
 from workers.agents.host import EnvironmentHost, Kind, name_of
 from workers.agents.load_environment import EnvironmentSpec
-from workers.agents.loop import TurnLoop
-from workers.agents.players import trajectory_columns
+from workers.agents.players import TurnLoop, trajectory_columns
 from workers.agents.trajectory import Trajectory, TrajectoryStart
 from workers.config import EnvironmentConfig
 from workers.rewards.environment import trajectory_metrics
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.batches import to_batch as make_batch
 from workers.rollout.native.engine import NativeRolloutEngine
+from workers.rollout.sample import to_batch as make_batch
 from workers.rollout.sampling import sample_seed
 
 HERE = "tests.workers.agents.games"
@@ -470,7 +469,7 @@ class ScriptedHost:
 def test_an_environment_that_ends_while_the_engine_samples_is_retried(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.agents.loop.TAKE_S", 0.0)  # poll the host after every token
+    monkeypatch.setattr("workers.agents.players.TAKE_S", 0.0)  # poll the host after every token
     host: Any = ScriptedHost()
     loop = new_loop(model, tokenizer, host, retries=1)
     (trajectory,) = loop.play(starts(0, 1), sampling_of(tokenizer), 1)

@@ -16,7 +16,7 @@ from trainer.cli.make_tiny import make_model
 from workers.agents.chat import TurnRenderer
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec
-from workers.agents.loop import TurnLoop
+from workers.agents.players import TurnLoop
 from workers.config import EnvironmentConfig
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.sample import Sample

@@ -24,8 +24,8 @@ from workers.agents.players import trajectory_columns
 from workers.agents.trajectory import Trajectory
 from workers.roles.actor import ActorWorker
 from workers.rollout.base import EngineLimits
-from workers.rollout.batches import to_batch as make_batch
 from workers.rollout.sample import Sample
+from workers.rollout.sample import to_batch as make_batch
 from workers.training.engine import INPUTS
 from workers.training.microbatch import MicroBatchBudget, Rows
 from workers.training.passes.forward_backward import Reading

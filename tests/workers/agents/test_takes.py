@@ -22,7 +22,7 @@ from tests.workers.rollout_engines import load
 from verl_like.errors import RolloutError
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec
-from workers.agents.loop import TurnLoop
+from workers.agents.players import TurnLoop
 from workers.agents.trajectory import Trajectory
 from workers.rollout.base import SamplingParams
 

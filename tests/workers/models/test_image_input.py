@@ -16,8 +16,7 @@ from tests.workers.models.vision import picture, write_model
 from verl_like.batch.ragged import RaggedTensor
 from workers.columns import IMAGES
 from workers.images import ImageRef, image_ref
-from workers.models.image_input import ImageInput
-from workers.models.images import ImageReader
+from workers.models.images import ImageInput, ImageReader
 from workers.training.passes.attention import packed_rows
 from workers.training.passes.packing import RowPasses, read
 

@@ -17,7 +17,7 @@ from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.images import ImageRef, image_ref, opened
 from workers.models import images
-from workers.models.image_input import ImageInput
+from workers.models.images import ImageInput
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ from workers.roles.rollout import RolloutWorker
 from workers.training.engine import TrainEngine
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.role_model_spec import RoleModelSpec
-from workers.weights.module_writer import ModuleWriter
+from workers.weights.full_weights import ModuleWriter
 
 ROWS = 4
 

@@ -23,7 +23,7 @@ from workers.roles.critic import CriticWorker
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.vllm.setup import expected_weights
 from workers.training.microbatch import MicroBatchBudget
-from workers.weights.module_writer import ModuleWriter
+from workers.weights.full_weights import ModuleWriter
 
 ROUTER_BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
 """A buffer of `deepseek_v3`."""

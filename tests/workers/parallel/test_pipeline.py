@@ -14,8 +14,14 @@ from tests.workers.training.rank_layouts import FAMILIES, SIZES, saved
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.memory import LargestPass, engine_memory
-from workers.parallel.pipeline import Action, max_pending_passes, num_chunks, schedule
-from workers.parallel.stages import deal, stage_ranges
+from workers.parallel.pipeline import (
+    Action,
+    deal,
+    max_pending_passes,
+    num_chunks,
+    schedule,
+    stage_ranges,
+)
 from workers.training.microbatch import spread
 from workers.training.role_model_spec import RoleModelSpec
 

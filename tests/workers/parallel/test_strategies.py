@@ -18,8 +18,7 @@ from verl_like.batch.protocol import DataProto
 from workers.config import FSDPConfig
 from workers.parallel import sharding
 from workers.parallel.sharding import Sharding, resolve_sharding
-from workers.roles.actor import ActorWorker
-from workers.roles.policy_objective import PolicyObjective
+from workers.roles.actor import ActorWorker, PolicyObjective
 from workers.training.microbatch import MicroBatchBudget
 
 NUM_LAYERS, NUM_PASSES = 2, 3

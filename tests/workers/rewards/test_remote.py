@@ -16,9 +16,8 @@ import pytest
 from verl_like.errors import ConfigError
 from workers.config import RewardConfig
 from workers.rewards import remote
-from workers.rewards.remote import RemoteScorer, check_url
+from workers.rewards.remote import RemoteScorer, RewardServer, check_url, read_samples
 from workers.rewards.scorer import FunctionSpec, Scorer
-from workers.rewards.server import RewardServer, read_samples
 
 FUNCTION = """
 def score(solution_str, ground_truth, extra_info):

@@ -24,8 +24,8 @@ from tests.workers.training import test_moving_average_engine
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig, ParallelConfig
 from workers.roles.actor import ActorWorker
-from workers.roles.preference import PreferenceWorker
 from workers.roles.reference import ReferenceWorker
+from workers.roles.rows import PreferenceWorker
 from workers.training.passes.packing import RowPasses
 from workers.training.role_model_spec import RoleModelSpec
 

@@ -18,8 +18,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.deadlines import Deadlines
 from verl_like.errors import WorkerDiedError
 from workers.config import WorkersConfig
-from workers.roles.actor import ActorWorker
-from workers.roles.policy_objective import PolicyObjective
+from workers.roles.actor import ActorWorker, PolicyObjective
 from workers.training.loss import LossFn
 
 

@@ -24,7 +24,7 @@ from workers.config.rows import (
     RowDataConfig,
     TrainedModelConfig,
 )
-from workers.roles.preference import PreferenceReferenceWorker, PreferenceWorker
+from workers.roles.rows import PreferenceReferenceWorker, PreferenceWorker
 from workers.training.microbatch import MiniBatch
 
 ROWS = 5

@@ -24,7 +24,7 @@ from workers.roles.reference import ReferenceWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker, SamplerWorker
 from workers.roles.teacher import TeacherWorker
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 
 
 def reference_of(one_layer_dir: Path | str, quantization: str | None) -> Any:

@@ -13,8 +13,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError
 from workers.columns import write_columns
-from workers.rollout.batches import check_sample_hashes, sample_hash
-from workers.rollout.sample import Sample
+from workers.rollout.sample import Sample, check_sample_hashes, sample_hash
 
 P, R = 4, 6
 SAMPLES = [

@@ -25,7 +25,7 @@ from workers.models.quantize import Int8Weight
 from workers.rollout.base import EngineLimits
 from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.native.engine import NativeRolloutEngine
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 
 LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, kv_cache_gib=1.0)
 

@@ -17,11 +17,10 @@ from verl_like.errors import ConfigError, RolloutError
 from workers.config import RolloutConfig
 from workers.models.routing import Routers
 from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams
-from workers.rollout.batches import to_batch
 from workers.rollout.build_engine import check_notes_routing
 from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.native.engine import NativeRolloutEngine
-from workers.rollout.sample import Sample
+from workers.rollout.sample import Sample, to_batch
 
 LIMITS = EngineLimits(prompt_width=6, response_width=12, max_num_seqs=3, kv_cache_gib=1.0)
 SAMPLING = SamplingParams(max_tokens=12, stop_token_ids=(2, 5), routed_experts=True)

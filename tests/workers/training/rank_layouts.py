@@ -26,7 +26,7 @@ from workers.roles.critic import CriticWorker
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.passes import lm_head
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 
 NUM_ROWS = 7
 SIZES = {

@@ -31,7 +31,7 @@ from workers.models.support import Support
 from workers.roles.reference import ReferenceWorker
 from workers.training.passes.row_layout import check_split
 from workers.training.role_model_spec import RoleModelSpec
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 
 INTERLEAVED = {"pp": 2, "pp_schedule": "interleaved"}
 TWO: dict[str, dict[str, Any]] = {

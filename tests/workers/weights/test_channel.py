@@ -23,7 +23,7 @@ from tests.workers.stand_ins import (
 from verl_like.process.store import SignedStore
 from workers.weights import channel, connection
 from workers.weights.channel import ALIGNMENT, Bucket, Channel, Connection, fill_buckets
-from workers.weights.checksum import CHUNK, Stopwatch, hash_of
+from workers.weights.full_weights import CHUNK, Stopwatch, hash_of
 from workers.weights.sync import sync_weights
 
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.workers.stand_ins import TiedModel
 from workers.models.tensor_files import byte_view
-from workers.weights.checksum import (
+from workers.weights.full_weights import (
     CHUNK,
     DEVICE_CHUNK,
     checksum_of,

@@ -24,9 +24,9 @@ from verl_like.calls.dispatch import Dispatch, register
 from verl_like.errors import WeightSyncError
 from verl_like.process.worker import Worker
 from workers.models.tensor_files import byte_view
-from workers.weights import channel, checksum
-from workers.weights.checksum import checksum_of
-from workers.weights.snapshots import Snapshot, Snapshots
+from workers.weights import channel, full_weights
+from workers.weights.full_weights import checksum_of
+from workers.weights.host_copy import Snapshot, Snapshots
 from workers.weights.sync import SyncReport, deliver_weights, publish_weights, sync_weights
 from workers.weights.transfer import WeightReceiver, WeightSender
 
@@ -180,7 +180,7 @@ def test_published_weights_of_a_gpu_are_hashed_there_and_fetched_once(
         fetches.append(len(numbers))
         return numbers.cpu()
 
-    monkeypatch.setattr(checksum, "to_host", to_host)
+    monkeypatch.setattr(full_weights, "to_host", to_host)
     weights = {"a": torch.randn(300, 7), "none": torch.zeros(0), "b": torch.randn(5).bfloat16()}
     snapshot = Snapshot(on_gpu=True)
     snapshot.fill(0, ((name, tensor.to(device)) for name, tensor in weights.items()), 1e-6)
@@ -189,7 +189,7 @@ def test_published_weights_of_a_gpu_are_hashed_there_and_fetched_once(
         snapshot.tensors(), snapshot.manifest().values(), strict=True
     ):
         assert torch.equal(copy, weights[name])
-        assert value == int(checksum.hash_on_device(byte_view(weights[name])))
+        assert value == int(full_weights.hash_on_device(byte_view(weights[name])))
     changes = Snapshot(on_gpu=True)
     changes.fill(0, weights.items(), 1.0, merging={})
     on_cpu = Snapshot()

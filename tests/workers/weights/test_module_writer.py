@@ -7,7 +7,7 @@ import torch
 
 from tests.workers.stand_ins import TiedModel
 from verl_like.errors import WeightSyncError
-from workers.weights.module_writer import ModuleWriter
+from workers.weights.full_weights import ModuleWriter
 
 
 def test_tied_weights_are_accepted_under_either_name() -> None:

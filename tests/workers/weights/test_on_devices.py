@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.workers.stand_ins import Group, Receiver, Sender, checksums, keeping, train, versions
 from verl_like.errors import WeightSyncError
-from workers.weights import channel, checksum, connection
-from workers.weights.snapshots import Snapshots
+from workers.weights import channel, connection, full_weights
+from workers.weights.host_copy import Snapshots
 from workers.weights.sync import deliver_weights, publish_weights, sync_weights
 
 DEVICE = torch.device("meta")
@@ -58,7 +58,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(connection, "gpu_of", lambda _: f"GPU {next(devices.numbers)}")
     monkeypatch.setattr(connection, "group_of_gpus", devices.form)
-    monkeypatch.setattr(checksum, "to_host", devices.to_host)
+    monkeypatch.setattr(full_weights, "to_host", devices.to_host)
     return devices
 
 

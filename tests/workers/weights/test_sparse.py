@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.workers.stand_ins import CPU, Group, PlainEngine, Receiver, checksums, keeping
 from tests.workers.weights.lossy import LossySender
 from tests.workers.weights.test_host_copy import Bring, both_ways, num_bytes
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 from workers.weights.host_copy import apply_changes, encode_changes
 from workers.weights.sync import sync_weights
 

@@ -30,7 +30,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.rollout import RolloutWorker
 from workers.weights import connection, sync
 from workers.weights.channel import Channel
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 from workers.weights.sync import sync_weights
 
 

@@ -17,8 +17,7 @@ from trainer.tools.replay.replay import replay
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import read_column
-from workers.rollout.batches import to_batch
-from workers.rollout.sample import LENGTH_LIMIT, Sample
+from workers.rollout.sample import LENGTH_LIMIT, Sample, to_batch
 
 
 def with_samples_of(a: Side, b: Side, folder: Path, number: int) -> tuple[Side, Side]:

@@ -40,9 +40,8 @@ from verl_like.errors import ConfigError, PlacementError
 from verl_like.placement.pools import expand_roles
 from workers.memory import RoleMemory
 from workers.models.causal_lm import recomputed_layers
-from workers.parallel.pipeline import num_chunks
+from workers.parallel.pipeline import NoStages, num_chunks
 from workers.parallel.sharding import ParallelDims, dims_of
-from workers.parallel.stages import NoStages
 from workers.training.model_parts import check_axes
 from workers.training.role_model_spec import RoleModelSpec
 

@@ -34,7 +34,7 @@ from workers.rollout.native.direct_forward import (
     is_llama_shaped,
     uses_onednn,
 )
-from workers.rollout.native.kv_cache import CacheMemory, slot_width, slots_that_fit
+from workers.rollout.native.kv_cache import CacheMemory, TurnCache, slot_width, slots_that_fit
 from workers.rollout.native.module_forward import (
     ModuleForward,
     check_decoding,
@@ -42,7 +42,6 @@ from workers.rollout.native.module_forward import (
     grouped_decoding,
 )
 from workers.rollout.native.scheduler import Scheduler
-from workers.rollout.native.slot_table import TurnCache
 from workers.rollout.sample import Sample
 
 

@@ -25,22 +25,20 @@ from workers.rollout.module_engine import ModuleRolloutEngine
 from workers.rollout.native.direct_forward import MIN_ROWS, DirectForward, fewest_rows, uses_onednn
 from workers.rollout.native.kv_cache import (
     CacheMemory,
+    Row,
     SlotCache,
     Slots,
-    min_window,
-    prefill_width,
-    slot_width,
-    whole_blocks,
-)
-from workers.rollout.native.module_forward import ModuleForward
-from workers.rollout.native.slot_table import (
-    Row,
     SlotTable,
     TurnCache,
     Waiting,
+    min_window,
+    prefill_width,
     restore,
+    slot_width,
+    whole_blocks,
     with_states,
 )
+from workers.rollout.native.module_forward import ModuleForward
 from workers.rollout.sample import LENGTH_LIMIT, UNFINISHED, Sample, num_read_at_once
 from workers.rollout.sampling import sample_tokens, uniforms
 

@@ -32,8 +32,13 @@ from workers.models.folder import read_hf_config
 from workers.models.lora import add_adapter, save_adapter
 from workers.models.state import is_adapter
 from workers.rollout.vllm.setup import ExpectedWeights
-from workers.weights.checksum import NumberedTensor, checksum_of, checksum_of_hashes, float32_hash
-from workers.weights.module_writer import ExpectedTensors
+from workers.weights.full_weights import (
+    ExpectedTensors,
+    NumberedTensor,
+    checksum_of,
+    checksum_of_hashes,
+    float32_hash,
+)
 
 if TYPE_CHECKING:
     from workers.config import ModelConfig

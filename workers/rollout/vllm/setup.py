@@ -354,8 +354,7 @@ def check_model(model_path: str, reads_images: bool, device_type: str, dtype: st
         )
     if not reads_images:
         return
-    from workers.models.image_input import ImageInput
-    from workers.models.images import image_reader
+    from workers.models.images import ImageInput, image_reader
 
     if ImageInput(meta_class(config), image_reader(model_path)).looks_ahead:
         raise ConfigError(

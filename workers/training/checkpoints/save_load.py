@@ -38,7 +38,7 @@ from workers.training.checkpoints.manifest import (
     write_manifest,
 )
 from workers.training.checkpoints.shards import Ranks, read_shards, stored_tensors, write_shards
-from workers.weights.module_writer import describe_problems
+from workers.weights.full_weights import describe_problems
 
 if TYPE_CHECKING:
     from workers.training.checkpoints.background_copies import FileCopies

@@ -23,13 +23,16 @@ from workers.models.support import Support
 from workers.parallel.fsdp import begin_pass, note_all_units
 from workers.parallel.pipeline import (
     Action,
+    NoStages,
     Pipeline,
+    StageParts,
+    Stages,
     exchange_sum,
     gather_stage_tensors,
     num_chunks,
+    stage_ranges,
 )
 from workers.parallel.placements import local_part
-from workers.parallel.stages import NoStages, StageParts, Stages, stage_ranges
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatches, RowColumns
 from workers.training.model_parts.layers import MatrixSplit

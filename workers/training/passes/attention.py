@@ -11,7 +11,7 @@ soft-capping, rows of similar length are padded on the right and computed as one
 of its row. The time therefore depends on the number of real tokens, on every device.
 
 Rows that share a prefix, such as samples of one prompt, can share its tokens: all layers compute it
-once (`passes/prefixes.py`). FlashAttention then gets rows with more keys than queries, and
+once (`passes/packing.py`). FlashAttention then gets rows with more keys than queries, and
 only keys and values are copied to every row. Rectangles hold copies of all states, because they
 need equally many queries and keys.
 

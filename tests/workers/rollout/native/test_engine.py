@@ -27,10 +27,9 @@ from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits
-from workers.rollout.batches import to_batch
 from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
 from workers.rollout.native.engine import NativeRolloutEngine
-from workers.rollout.sample import Sample
+from workers.rollout.sample import Sample, to_batch
 from workers.rollout.sampling import sample_seed
 
 

@@ -33,7 +33,7 @@ from workers.rollout.vllm import setup as vllm_setup
 from workers.rollout.vllm.in_process import InProcessVllm
 from workers.rollout.vllm.lockstep import Lockstep
 from workers.rollout.vllm.setup import VllmSettings, check_version, graph_options
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 
 LIMITS = EngineLimits(
     prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=16, kv_cache_gib=1.0

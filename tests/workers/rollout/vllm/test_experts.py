@@ -16,7 +16,7 @@ from workers.models.state import named_state, persistent_buffers
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm.handover import Arrivals, Handover
 from workers.rollout.vllm.setup import expected_weights
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 
 SIZES: dict[str, Any] = dict(
     vocab_size=64,

@@ -16,7 +16,7 @@ from tests.workers.rollout.vllm.fakes import engine_on
 from tests.workers.rollout_engines import make_model
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.worker import WorkerExtension
-from workers.weights import checksum
+from workers.weights import full_weights
 
 
 def test_no_weight_is_copied_to_the_host_on_its_way_to_vllm(
@@ -29,7 +29,7 @@ def test_no_weight_is_copied_to_the_host_on_its_way_to_vllm(
         fetched.append(numbers.nbytes)
         return torch.zeros(numbers.shape, dtype=numbers.dtype)
 
-    monkeypatch.setattr(checksum, "to_host", to_host)
+    monkeypatch.setattr(full_weights, "to_host", to_host)
     model = make_model(tmp_path).to("meta")
     engine = engine_on(monkeypatch, tmp_path, [])
     llm: Any = engine.vllm.llm

@@ -12,7 +12,7 @@ from tests.integration.runs import lines, with_experts
 from workers.config import ModelConfig
 from workers.models.load import load_model
 from workers.models.state import named_state
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -24,7 +24,7 @@ from workers.rollout.sample import Sample
 from workers.rollout.vllm.engine import VllmRolloutEngine
 from workers.rollout.vllm.server import VllmServer
 from workers.rollout.vllm.setup import VllmSettings
-from workers.weights.checksum import checksum_of
+from workers.weights.full_weights import checksum_of
 
 LIMITS = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=4)
 

@@ -16,8 +16,7 @@ from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import Cuts, MicroBatchBudget
-from workers.training.passes.packing import RowPasses
-from workers.training.passes.prefixes import prefix_order, share_prefixes, shared_lengths
+from workers.training.passes.packing import RowPasses, prefix_order, share_prefixes, shared_lengths
 
 CPU = torch.device("cpu")
 
