@@ -22,7 +22,7 @@ from verl_like.lazy import names_by_block
 
 DATA = Path(__file__).resolve().parent / "data" / "api.yaml"
 PAGES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-"""Page -> section -> dotted path -> members that the site shows."""
+"""Page -> section -> dotted path -> members, as the head of the file explains."""
 
 
 def name_list(page: str, section: str) -> str:
@@ -48,6 +48,8 @@ def rows_of(path: str, members: Any) -> Iterator[tuple[str, str]]:
     text = docstring(target) if is_documented else docstring_of_constant(module, name)
     yield name if members == "docstring" else called(name, target), text
     methods = members if isinstance(members, list) else []
+    if isinstance(members, dict):
+        methods = members.get("listed", [])
     if isinstance(members, dict) and "filters" in members:
         methods = [name for name in vars(target) if re.search(members["filters"][0], name)]
     for member in (member for member in methods if hasattr(target, member)):
@@ -57,25 +59,15 @@ def rows_of(path: str, members: Any) -> Iterator[tuple[str, str]]:
 
 
 def called(name: str, target: Any) -> str:
-    """Return a name; of a function, a method or a class with the parameters that fit a line."""
+    """Return a name; of a function, a method or a class with its parameters."""
     if not inspect.isfunction(target) and not inspect.isclass(target) or has_no_parameters(target):
         return name
     signature = inspect.signature(target)
-    line, end = f"{name}(", ")"
-    if inspect.isfunction(target) and signature.return_annotation not in ("None", "Any"):
-        end = f") -> {signature.return_annotation}"
     shown = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
-    for number, parameter in enumerate(shown):
-        text = ", " * bool(number) + described(parameter)
-        rest = ", …" if number + 1 < len(shown) else ""
-        if len(f"{line}{text}{rest}{end}") > LONGEST_LINE:
-            return f"{line}{', ' * bool(number)}…{end}"
-        line += text
-    return f"{line}{end}"
-
-
-LONGEST_LINE = 82
-"""Columns of the longest signature; further parameters are three dots."""
+    line = f"{name}({', '.join(map(described, shown))})"
+    if inspect.isfunction(target) and signature.return_annotation not in ("None", "Any"):
+        line += f" -> {signature.return_annotation}"
+    return line
 
 
 def has_no_parameters(target: Any) -> bool:
@@ -87,17 +79,16 @@ def has_no_parameters(target: Any) -> bool:
 
 
 def described(parameter: inspect.Parameter) -> str:
-    """Return a parameter with its type and its default."""
+    """Return a parameter with its default or, if it is required, with its type."""
     stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    text = f"{stars.get(parameter.kind, '')}{parameter.name}"
+    if parameter.default is not parameter.empty:
+        shown = repr(parameter.default)
+        is_plain = type(parameter.default) in (bool, int, float, str, tuple, type(None))
+        return f"{text}={shown if is_plain and len(shown) < 30 else '…'}"
     annotation = getattr(parameter.annotation, "__forward_arg__", parameter.annotation)
-    kind = "" if annotation in ("Any", parameter.empty) else f": {annotation}"
-    if kind.count("|") > 2 and "[" not in kind.partition("|")[0]:
-        kind = f"{kind.partition(' |')[0]} | …"
-    text = f"{stars.get(parameter.kind, '')}{parameter.name}{kind}"
-    if parameter.default is parameter.empty:
-        return text
-    is_plain = isinstance(parameter.default, int | float | str | tuple | None)
-    return f"{text}{' = ' if kind else '='}{parameter.default!r}" if is_plain else f"{text} = …"
+    is_known = parameter.kind not in stars and annotation not in ("Any", parameter.empty)
+    return f"{text}: {annotation}" if is_known else text
 
 
 def docstring(target: Any) -> str:

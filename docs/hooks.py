@@ -68,7 +68,7 @@ def docstrings(section: str) -> str:
 def options_of(members: Any) -> dict[str, Any]:
     """Return the options of mkdocstrings for an entry of `docs/data/api.yaml`."""
     if members is None or isinstance(members, dict):
-        return members or {}
+        return {name: value for name, value in (members or {}).items() if name != "listed"}
     if members == "docstring":
         return DOCSTRING_ONLY
     return {"members": members} if members else NO_MEMBERS
