@@ -114,13 +114,6 @@ def preset_leaves(group: str, preset: str) -> dict[str, Any]:
     return dict(_leaves(tree, ""))
 
 
-def preset_sources(group: str, preset: str) -> dict[str, str]:
-    """Dotted key -> the comment on its line: the section of the paper, or another source."""
-    lines = preset_text(group, preset).splitlines()
-    comments = [line.partition("  # ")[2] for line in lines if "  # " in line and line[0] != "#"]
-    return dict(zip(preset_leaves(group, preset), comments, strict=True))
-
-
 def left_to_the_user(group: str, preset: str) -> list[str]:
     """The dotted keys that a preset names and that the user has to set: `${required:...}`."""
     leaves = preset_leaves(group, preset).items()

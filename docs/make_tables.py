@@ -21,6 +21,8 @@ import yaml
 from api_tables import PAGES as API_PAGES
 from api_tables import name_list
 from cards import (
+    ACTOR,
+    LOSS_MODE,
     Card,
     correction_table,
     estimator_cards,
@@ -28,7 +30,6 @@ from cards import (
     names_by_entry,
     policy_loss_cards,
     preset_leaves,
-    preset_sources,
     preset_text,
 )
 from model_table import model_table
@@ -64,7 +65,7 @@ from workers.roles.teacher import TeacherWorker  # noqa: F401 - says what column
 from workers.training.optim import LR_SCHEDULES
 
 DOCS = Path(__file__).resolve().parent
-LOSS_AGG_MODE = "actor_rollout_ref.actor.loss_agg_mode"
+LOSS_AGG_MODE = f"{ACTOR}loss_agg_mode"
 
 KEY_PAGES = {
     "keys_run.md": ("", "trainer", "ray"),
@@ -414,9 +415,10 @@ def preset_table() -> str:
     """The presets of `algorithm`: what each file says of itself."""
     rows = []
     for preset in PPO.preset_names("algorithm"):
-        link = _link_to_card("algorithm", preset)
         source, colon, about = _about_preset("algorithm", preset).partition(": ")
-        rows.append([link, f"{source}. {about[0].upper()}{about[1:]}" if colon else source])
+        rows.append(
+            [_code([preset]), f"{source}. {about[0].upper()}{about[1:]}" if colon else source]
+        )
     return _list(rows)
 
 
@@ -426,19 +428,42 @@ def _about_preset(group: str, preset: str) -> str:
     return " ".join(line.removeprefix("# ") for line in lines if line.startswith("#"))
 
 
-def preset_card_list() -> str:
-    """A card for each preset: the keys that it sets, each with its source."""
-    parts = []
+def preset_settings() -> str:
+    """Return a row of settings for each preset, with columns for the usual choices."""
+    lines = ["|".join(["Preset", *PRESET_COLUMNS, "KL", "Other settings"])]
+    lines.append("|".join(["---"] * (len(PRESET_COLUMNS) + 3)))
     for preset in PPO.preset_names("algorithm"):
-        sources = preset_sources("algorithm", preset)
-        to_set = left_to_the_user("algorithm", preset)
-        keys = ["Setting|Source", "---|---"]
-        for name, value in preset_leaves("algorithm", preset).items():
-            shown = "..." if name in to_set else _show(value).strip("`")
-            short = name.removeprefix("actor_rollout_ref.")
-            keys.append(f"`{short}={shown}`|{sources[name]}")
-        parts.append(_card("algorithm", preset, ["\n".join(keys)]))
-    return "\n\n".join(parts)
+        to_set = dict.fromkeys(left_to_the_user("algorithm", preset), "...")
+        leaves = preset_leaves("algorithm", preset) | to_set
+        settings = {key: _show(value).strip("`") for key, value in leaves.items()}
+        cells = []
+        for keys in PRESET_COLUMNS.values():
+            cell = ", ".join(settings.pop(key) for key in keys if key in settings)
+            cells.append(cell and f"`{cell}`")
+        kl = ""
+        for place, (is_on, estimator, coefficient) in PRESET_KL.items():
+            if settings.pop(is_on, ""):
+                kl = f"{place}: `{settings.pop(estimator)}`, {settings.pop(coefficient)}"
+        others = [f"{key.removeprefix(POLICY)}={value}" for key, value in settings.items()]
+        others = [setting for setting in others if setting != "algorithm.kl_ctrl.type=fixed"]
+        lines.append("|".join([_code([preset]), *cells, kl, _code(others)]))
+    return "\n".join(lines)
+
+
+POLICY = "actor_rollout_ref."
+PRESET_COLUMNS = {
+    "Estimator": ["algorithm.adv_estimator"],
+    "Loss": [LOSS_MODE],
+    "Clip range": [f"{ACTOR}clip_ratio", f"{ACTOR}clip_ratio_low", f"{ACTOR}clip_ratio_high"],
+    "Aggregation": [LOSS_AGG_MODE],
+    "`n`": ["actor_rollout_ref.rollout.n"],
+}
+"""Column -> the keys whose values it shows."""
+PRESET_KL = {
+    "reward": ["algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"],
+    "loss": [f"{ACTOR}use_kl_loss", f"{ACTOR}kl_loss_type", f"{ACTOR}kl_loss_coef"],
+}
+"""Place of the KL -> the keys that switch it on, choose its estimator and its coefficient."""
 
 
 def estimator_card_list() -> str:
@@ -470,14 +495,11 @@ def _algorithm_card(kind: str, card: Card) -> str:
     facts.append(f"**Watch:** {' '.join(card.watch.split())}")
     if card.names[1:]:
         facts.insert(0, f"**Also called:** {_code(card.names[1:])}")
-    return _card(kind, card.names[0], [card.formula, "  \n".join(facts)])
+    prose = [text for text in card.formula.split("\n\n") if not text.startswith("    ")]
+    return "\n\n".join([f"### {HEADINGS[kind]} `{card.names[0]}`", *prose, "  \n".join(facts)])
 
 
-def _card(kind: str, name: str, about: list[str]) -> str:
-    return "\n\n".join([f"### {HEADINGS[kind]} `{name}`", *about])
-
-
-HEADINGS = {"algorithm": "Preset", "estimator": "Estimator", "policy_loss": "Loss"}
+HEADINGS = {"estimator": "Estimator", "policy_loss": "Loss"}
 
 
 def _link_to_card(kind: str, name: str) -> str:
@@ -761,7 +783,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "commands": ("commands.md", command_list),
     "command-options": ("commands.md", command_options),
     "metrics": ("metrics.md", metric_lists),
-    "preset-cards": ("cards.md", preset_card_list),
+    "preset-settings": ("algorithms.md", preset_settings),
     "estimator-cards": ("cards.md", estimator_card_list),
     "policy-loss-cards": ("cards.md", policy_loss_card_list),
     **{
