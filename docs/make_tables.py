@@ -32,13 +32,12 @@ from cards import (
     preset_leaves,
     preset_text,
 )
+from command_tables import command_list, command_options
 from model_table import model_table
 from worked_tables import memory_table, token_weights
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
-from trainer.cli import main as main_command
-from trainer.cli.main import COMMANDS, RECIPES, command_help
 from trainer.cli.plan_sections import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
@@ -368,26 +367,6 @@ def lr_schedule_table() -> str:
         keys = list(inspect.signature(schedule).parameters)[1:]
         rows.append([_code(names), *_formula_and_source(schedule), _code(keys)])
     return _list(rows)
-
-
-def command_list() -> str:
-    """Return what `verl-like --help` prints."""
-    return f"```text\n{inspect.getdoc(main_command)}\n```"
-
-
-def command_options() -> str:
-    """Return the usage and the listed options of every command that is not a recipe."""
-    parts = []
-    for name in sorted({*COMMANDS} - {*RECIPES}):
-        text = command_help(name)
-        usage = text.partition("\n\n")[0].removeprefix("usage: ")
-        options = [found[0].rstrip() for found in OPTION.finditer(f"{text}\n")]
-        parts.append("\n".join([f"### `{name}`", "", "```text", usage, *options, "```"]))
-    return "\n\n".join(parts)
-
-
-OPTION = re.compile(r"^  --.*\n(?: {4,}.*\n)*", re.M)
-"""Matches an option in a help text, with the lines that continue its meaning."""
 
 
 def metric_lists() -> str:

@@ -216,6 +216,19 @@ def test_the_page_of_commands_has_every_option() -> None:
         assert missing == [], name
 
 
+def test_the_page_of_commands_has_every_form_of_a_command() -> None:
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    forms = (
+        "verl-like chat MODEL [options]",
+        "verl-like chat MODEL --environment FILE.py:CLASS [options]",
+        "verl-like replay RUN --step K [--stage score|estimate|update]",
+        "verl-like plan [RECIPE] --gpus 16 --device H100 [options] [key=value ...]",
+    )
+    assert [form for form in forms if f"\n{form}\n" not in page] == []
+    listed = page.partition("during and after a run\n")[2].partition("\nserve")[0]
+    assert re.findall(r"^  (\S+)", listed, re.M)[:2] == ["watch", "join"]
+
+
 @pytest.fixture(scope="module")
 def folder(tiny_dir: Path, make_tiny: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with `tiny` and `sums`, whose model is not trained here."""

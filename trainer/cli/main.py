@@ -11,11 +11,11 @@ before a run
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss or estimator on small batches
   doctor                        check this machine
-  join RUN_DIR                  add this machine to a run in progress
   make-tiny DIR                 write a tiny model and data for experiments
-after a run
-  report RUN_DIR                write RUN_DIR/report.html again
+during and after a run
   watch RUN_DIR                 follow a run in progress in a browser
+  join RUN_DIR                  add this machine to a run in progress
+  report RUN_DIR                write RUN_DIR/report.html again
   bisect A B                    compare two runs: where they part, and why
   replay RUN --step K           repeat a step of a run, to compare or debug
   eval MODEL [key=value ...]    validate a model or a run's model
