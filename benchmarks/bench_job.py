@@ -25,7 +25,7 @@ from typing import Any
 from job_record import Job, JobStep, check_steps, job_record, table
 
 from trainer.config.devices import run_devices
-from trainer.config.flat import flat_config
+from trainer.config.keys import flat_config
 from trainer.config.settings import keys_of, parse
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import OmegaConf
 
-from trainer.cli.plan_sections import doc_parts
+from trainer.cli.check import doc_parts
 from trainer.ppo.advantage_inputs import SETTINGS, columns_read
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.recipe import PPO

@@ -38,7 +38,7 @@ from worked_tables import memory_table, token_weights
 
 from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
-from trainer.cli.plan_sections import doc_parts
+from trainer.cli.check import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig

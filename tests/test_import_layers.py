@@ -66,7 +66,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("data", "groups", "run_folder"),
         ("lost_groups",),
         ("memory", "restarts", "observers"),
-        ("run_recipe", "run_state"),
+        ("run_state",),
         ("recovery", "drained_nodes"),
         ("loop",),
         ("launch",),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.api.recipes import SFT as SFT
     from trainer.api.recipes import AsyncPPO as AsyncPPO
     from trainer.api.recipes import RewardModelTraining as RewardModelTraining
-    from trainer.config.flat import config_hash as config_hash
+    from trainer.config.keys import config_hash as config_hash
     from trainer.groups.worker_groups import WorkerGroups as WorkerGroups
     from trainer.launch import run as run
     from trainer.loop import Trainer as Trainer

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from trainer.groups.changing_pools import can_move, pools_to_move
+from trainer.groups.cluster import can_move, pools_to_move
 from trainer.restarts import NodeDrainedError
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,7 @@ from trainer.run_folder.metrics import describe_reached_target
 from trainer.run_folder.resume import IS_LAST
 from trainer.run_folder.timeline import Timeline, call_timings
 from trainer.run_folder.tracking import Tracking, make_tracking
-from trainer.run_recipe import RunRecipe
-from trainer.run_state import Call, Metrics, Run
+from trainer.run_state import Call, Metrics, Run, RunRecipe
 from verl_like.batch.protocol import DataProto
 from verl_like.process.garbage import ignore_old_objects
 from workers.columns import select_reads

@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import hydra
 
-from trainer.config.compose import known_settings, load_config
+from trainer.config.compose import known_settings, load_config, register
 from trainer.config.devices import run_devices
 from trainer.config.recipe import Recipe
 from trainer.config.schema import RunConfig
 from trainer.config.settings import jobs_of, unknown_key
-from trainer.config.yaml_files import register
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import replace_keys
 from verl_like.errors import CallbackError, ConfigError, VerlLikeError

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.run_folder.metrics import describe_reached_target as describe_reached_target
     from trainer.run_folder.metrics import reduce_metrics as reduce_metrics
     from trainer.run_folder.tracking import Tracker as Tracker
-    from trainer.run_recipe import RunRecipe as RunRecipe
+    from trainer.run_state import RunRecipe as RunRecipe
     from trainer.sft.step import SFTTrainer as SFTTrainer
     from trainer.tools.bisect.adapters.tinker import datum_arrays as datum_arrays
     from trainer.tools.bisect.adapters.trl import RecordCallback as RecordCallback

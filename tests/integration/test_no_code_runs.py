@@ -158,7 +158,7 @@ BETWEEN_PROCESSES = (
     "verl_like/process/pool.py",
     "workers/rollout/vllm/worker.py",
 )
-FUNCTION_OF_A_SESSION = "trainer/api/rewards.py"
+FUNCTION_OF_A_SESSION = "trainer/api/inputs.py"
 """Loads a user's function that a Python session has pickled."""
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.flat import flat_config
+from trainer.config.keys import flat_config
 from trainer.ppo.config import PPOConfig
 from verl_like import masking
 from verl_like.masking import MASK, is_secret_name, mask_text, masked

@@ -18,11 +18,11 @@ from trainer.api.inputs import (
     file_names,
     is_file_name,
     model_settings,
+    reward_list,
     rows_in_memory,
     text_row,
     write_rows,
 )
-from trainer.api.rewards import reward_list
 from trainer.config.compose import checked_config
 from trainer.config.devices import run_devices
 from trainer.config.recipe import Recipe

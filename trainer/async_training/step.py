@@ -17,8 +17,7 @@ import numpy as np
 
 from trainer.async_training.checks import check_engines, check_start
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.generator import MADE_BY_GENERATORS
-from trainer.async_training.generators import Generators
+from trainer.async_training.generators import MADE_BY_GENERATORS, Generators
 from trainer.async_training.origins import GENERATOR, Origins
 from trainer.async_training.plan import plan_lines
 from trainer.async_training.topology import ANY_RANK, generator_role

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.groups.changing_pools import RAY_ADDRESS
+from trainer.groups.cluster import RAY_ADDRESS
 from verl_like.errors import ConfigError
 from verl_like.process.info import ONE_THREAD
 

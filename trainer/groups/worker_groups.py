@@ -210,7 +210,7 @@ class WorkerGroups:
                 f"pool '{plan.name}' cannot be restarted: it runs in the driver's own process. On "
                 "trainer.backend=ray every pool has processes that can be restarted."
             )
-        from trainer.groups.changing_pools import leave_lost_nodes
+        from trainer.groups.cluster import leave_lost_nodes
 
         has_moved, before = leave_lost_nodes(self, pool), self._fused[pool]
         before.shutdown()
@@ -232,7 +232,7 @@ class WorkerGroups:
 
         Raise InsufficientResourcesError if no node has room.
         """
-        from trainer.groups.changing_pools import with_pool
+        from trainer.groups.cluster import with_pool
 
         with self.planning:
             self.placement = with_pool(self.config, self.placement, pool)
@@ -298,7 +298,7 @@ class WorkerGroups:
 
         Afterwards the other pools have no call in progress.
         """
-        from trainer.groups.changing_pools import pools_to_move
+        from trainer.groups.cluster import pools_to_move
 
         for group in self._fused.values():
             group.transport.companions = []  # every pool is checked by its own call

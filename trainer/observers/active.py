@@ -35,7 +35,7 @@ def active_observers(config: Any, recipe: Any) -> list[Any]:
 
     observers = [SavedBatches(config), SampleWatch(), DrawCheck(), WrittenSamples(), *observers]
     if config.trainer.record != "0":
-        from trainer.observers.recorded_steps import RecordedSteps
+        from trainer.observers.saved_batches import RecordedSteps
 
         observers.append(RecordedSteps(config))
     return observers

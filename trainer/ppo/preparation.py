@@ -31,7 +31,7 @@ from trainer.ppo.updating import make_ptx_loader
 from trainer.rollouts import preflight
 from trainer.rollouts.reward_checks import reject_wrong_results, try_rewards
 from trainer.run_folder.metrics import headline
-from trainer.run_recipe import RunRecipe
+from trainer.run_state import RunRecipe
 from verl_like.errors import ConfigError
 from workers.config import critic_optim, has_environment, replays_routing, scores_by_rule
 from workers.models.folder import check_same_tokenizer, set_template_variables

@@ -26,8 +26,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.types import Override
 
-from trainer.config.flat import checked_yaml
-from trainer.config.keys import config_keys
+from trainer.config.keys import checked_yaml, config_keys
 from trainer.config.settings import as_text, keys_in, parse
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError, nearest

@@ -13,8 +13,7 @@ from trainer.rollouts import preflight
 from trainer.rollouts.reward_checks import reject_wrong_results, try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles, rollout_arguments
 from trainer.run_folder.metrics import headline
-from trainer.run_recipe import RunRecipe
-from trainer.run_state import Run
+from trainer.run_state import Run, RunRecipe
 from verl_like.errors import ConfigError
 from workers.config import has_environment, scores_by_rule
 from workers.models.folder import set_template_variables

@@ -27,8 +27,7 @@ from trainer.observers.alarms import skipped_updates, unchanged_weights
 from trainer.rows.config import RowConfig
 from trainer.rows.preflight import longest_row, plan_text, preflight, resolve_config
 from trainer.run_folder.metrics import reduce_metrics
-from trainer.run_recipe import RunRecipe
-from trainer.run_state import Metrics, Run
+from trainer.run_state import Metrics, Run, RunRecipe
 from verl_like.batch.protocol import DataProto
 from workers.columns import count_ones
 

@@ -47,8 +47,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.config.flat import checked_yaml, config_hash, flat_config, flatten, in_yaml
-from trainer.config.keys import keys_that_differ
+from trainer.config.keys import (
+    checked_yaml,
+    config_hash,
+    flat_config,
+    flatten,
+    in_yaml,
+    keys_that_differ,
+)
 from trainer.config.schema import RunConfig
 from verl_like.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from verl_like.files import (

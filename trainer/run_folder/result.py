@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from trainer.config.flat import config_hash
+from trainer.config.keys import config_hash
 from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import MODEL, REPORT_FILE, committed, marker_of_model
 from trainer.run_folder.metrics import metric_names, read_metrics, series

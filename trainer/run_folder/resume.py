@@ -24,8 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from trainer.config.flat import NAMES_OF_A_RUN, flat_config
-from trainer.config.keys import keys_that_differ, may_change_on_resume
+from trainer.config.keys import NAMES_OF_A_RUN, flat_config, keys_that_differ, may_change_on_resume
 from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import (
     committed,

@@ -29,12 +29,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trainer.serve import bodies as b
-from trainer.serve.bodies import JsonObject
+from trainer.serve.bodies import PROTOBUF, JsonObject, parse
 from trainer.serve.checkpoints import CheckpointHandlers
 from trainer.serve.clients import ClientSession, Sessions
 from trainer.serve.handlers import SamplingHandlers, TrainingHandlers
 from trainer.serve.pending import PendingResults, RequestError
-from trainer.serve.protobuf import PROTOBUF, parse
 from trainer.serve.rows import loss_of, read_datums
 from trainer.serve.work_queue import WorkQueue, started
 from verl_like.errors import VerlLikeError

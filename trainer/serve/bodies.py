@@ -1,14 +1,30 @@
-"""Bodies of requests as the protocol defines them; unknown fields are ignored, except in `Adam`.
+"""Bodies of requests and responses as the protocol defines them: JSON, and protobuf messages.
 
-The fields of a body come from the JSON object, the query and the path.
+Unknown fields are ignored, except in `Adam`. The fields of a body come from the JSON object, the
+query and the path.
+
+Tensors of protobuf messages become numpy arrays:
+
+    request = parse("ForwardBackwardRequest", body)
+    body = training_output("logprobs", [log_probs_of_datum, ...], {"loss:sum": 1.5})
+
+`messages.proto` defines the messages. They have their own descriptor pool, so that the SDK can be
+imported in the same process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+from numpy.typing import ArrayLike
 from pydantic import (
     AfterValidator,
     Base64Bytes,
@@ -21,6 +37,8 @@ from pydantic import (
     Tag,
     ValidationError,
 )
+
+from verl_like.errors import BatchError
 
 JsonObject = dict[str, Any]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
@@ -168,3 +186,130 @@ def fault_of(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(map(str, first["loc"])) or "the body"
     return f"{where}={str(first['input'])[:80]!r}: {first['msg']}"
+
+
+Array = np.ndarray[Any, Any]
+PROTOBUF = "application/x-protobuf"
+KINDS = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12}
+MESSAGE = re.compile(r"message (\w+) {([^}]*)}")
+FIELD = re.compile(r"(repeated )?(\w+) (\w+) = (\d+);")
+DTYPES: dict[int, Any] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+FLOAT32 = 1
+STOP_REASONS = {"stop": 0, "length": 1}
+
+
+def _messages() -> dict[str, Any]:
+    """Return the classes of `messages.proto`; only the syntax that this file uses is parsed."""
+    text = Path(__file__).with_name("messages.proto").read_text()
+    file = descriptor_pb2.FileDescriptorProto(name="serve.proto", package="serve", syntax="proto2")
+    for name, fields in MESSAGE.findall(text):
+        message = file.message_type.add(name=name)
+        for repeated, kind, field, number in FIELD.findall(fields):
+            added = message.field.add(name=field, number=int(number), label=3 if repeated else 1)
+            added.type = KINDS.get(kind, 11)
+            if kind not in KINDS:
+                added.type_name = f".serve.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    types = pool.FindFileByName("serve.proto").message_types_by_name
+    return {name: message_factory.GetMessageClass(kind) for name, kind in types.items()}
+
+
+CLASSES = _messages()
+
+
+def parse(name: str, body: bytes) -> Any:
+    """Parse these bytes as the message `name`."""
+    message = CLASSES[name]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise BatchError(f"the body of {len(body)} bytes is not a {name}: {error}") from error
+    return message
+
+
+def tensor_of(message: Any, subject: str) -> Array:
+    """Return a tensor as a dense array, with 0 for entries that a sparse tensor omits."""
+    shape = [*message.shape]
+    try:
+        dtype = DTYPES[message.dtype]
+        if not message.HasField("sparse_csr"):
+            values: Array = np.frombuffer(message.dense, dtype)
+            return values.reshape(shape) if shape else values
+        sparse, (rows, width) = message.sparse_csr, shape
+        ends, columns = (np.frombuffer(b, "<i8") for b in (sparse.crow_indices, sparse.col_indices))
+        if len(ends) != rows + 1:
+            raise ValueError(
+                f"a sparse tensor of {rows} rows needs {rows + 1} row pointers, not {len(ends)}"
+            )
+        dense: Array = np.zeros((rows, width), dtype)
+        places = np.repeat(np.arange(rows), np.diff(ends))
+        dense[places, columns] = np.frombuffer(sparse.values, dtype)
+        return dense
+    except (KeyError, ValueError, IndexError) as error:
+        raise BatchError(
+            f"{subject} cannot be read as a tensor of shape {shape} and dtype {message.dtype} "
+            f"(1 is float32, 2 int64, 3 int32): {error}"
+        ) from error
+
+
+def chunks_of(chunks: Sequence[Any], subject: str) -> list[Any]:
+    """Return the chunks of a model input: lists of tokens, and the messages of images."""
+    read: list[Any] = []
+    for number, chunk in enumerate(chunks):
+        if chunk.HasField("image"):
+            read.append(chunk.image)
+            continue
+        if not chunk.HasField("encoded_text"):
+            raise BatchError(
+                f"{subject}: chunk {number} is neither text nor an image; audio is not supported."
+            )
+        if len(chunk.encoded_text.tokens) % 4:
+            raise BatchError(f"{subject}: chunk {number} is not an array of int32.")
+        read.append(np.frombuffer(chunk.encoded_text.tokens, "<i4").tolist())
+    return read
+
+
+def training_output(field: str, outputs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
+    """Return the result of a forward or backward pass: `field` for each datum, and metrics."""
+    message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    rows = [np.ascontiguousarray(row, "<f4") for row in outputs]
+    for trailing_shape, group in groupby(rows, lambda row: row.shape[1:]):
+        datums = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(datums))
+        tensor = record.fields.add(key=field).value
+        tensor.data = b"".join(row.tobytes() for row in datums)
+        tensor.offsets = np.cumsum([0, *(row.nbytes for row in datums)]).astype("<i8").tobytes()
+        tensor.dtype = FLOAT32
+        tensor.trailing_shape.extend(trailing_shape)
+    for name, value in metrics.items():
+        message.metrics.add(key=name, value=value)
+    return bytes(message.SerializeToString())
+
+
+def sample_output(
+    sequences: Sequence[tuple[ArrayLike, ArrayLike, str]],
+    prompt_log_probs: Array | None = None,
+    targets: Array | None = None,
+    top_tokens: tuple[Array, Array] | None = None,
+) -> bytes:
+    """Return the result of a sample request: tokens, log-probs and stop reason of each sequence."""
+    message = CLASSES["SampleResponse"](prompt_cache_hit_tokens=0)
+    for tokens, log_probs, reason in sequences:
+        message.sequences.add(
+            stop_reason=STOP_REASONS[reason],
+            tokens=np.asarray(tokens, "<i4").tobytes(),
+            logprobs=np.asarray(log_probs, "<f4").tobytes(),
+        )
+    if prompt_log_probs is not None:
+        message.prompt_logprobs = np.asarray(prompt_log_probs, "<f4").tobytes()
+    if targets is not None:
+        tensor = message.target_prompt_logprobs
+        tensor.dense, tensor.dtype = np.asarray(targets, "<f4").tobytes(), FLOAT32
+        tensor.shape.extend(targets.shape)
+    if top_tokens is not None:
+        ids, log_probs = top_tokens
+        top = message.topk_prompt_logprobs
+        top.token_ids, top.logprobs = ids.astype("<i4").tobytes(), log_probs.astype("<f4").tobytes()
+        top.length, top.k = ids.shape
+    return bytes(message.SerializeToString())

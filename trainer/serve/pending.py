@@ -21,8 +21,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from trainer.serve.bodies import JsonObject
-from trainer.serve.protobuf import PROTOBUF
+from trainer.serve.bodies import PROTOBUF, JsonObject
 from verl_like.errors import (
     BatchError,
     CheckpointError,

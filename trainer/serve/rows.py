@@ -27,7 +27,7 @@ from trainer import ppo
 from trainer.config.checks import check_value
 from trainer.config.keys import keys_by_name
 from trainer.data.lm_rows import LMRow, image_column, lm_columns
-from trainer.serve.protobuf import Array, chunks_of, tensor_of
+from trainer.serve.bodies import Array, chunks_of, tensor_of
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import BatchError, nearest

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from trainer.serve.bodies import SampleBody
+from trainer.serve.bodies import Array, SampleBody, sample_output
 from trainer.serve.checkpoints import SavedPath
 from trainer.serve.pending import PendingResult
-from trainer.serve.protobuf import Array, sample_output
 from trainer.serve.rows import TARGETS, Datum, Limits
 from trainer.serve.training_ops import TrainingOps
 from verl_like.batch.protocol import DataProto

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.config.flat import flat_config
+from trainer.config.keys import flat_config
 from trainer.groups.worker_groups import worker_class
-from trainer.serve.bodies import JsonObject
+from trainer.serve.bodies import Array, JsonObject, training_output
 from trainer.serve.checkpoints import SPILLED, SavedPath, ServedCheckpoints, expiry
 from trainer.serve.pending import RequestOrder
-from trainer.serve.protobuf import Array, training_output
 from trainer.serve.rows import Datum, RequestLoss, batch_of, of_datums
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor

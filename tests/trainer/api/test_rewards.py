@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from trainer.api.rewards import reward_list
+from trainer.api.inputs import reward_list
 from verl_like.errors import ConfigError
 from workers.rewards.functions import gsm8k
 from workers.rewards.outcome import with_source

@@ -12,7 +12,7 @@ import torch
 from trainer.async_training.activity import Activity
 from trainer.async_training.buffer import ExperienceBuffer
 from trainer.async_training.config import AsyncConfig, AsyncSettings
-from trainer.async_training.generator import Generator
+from trainer.async_training.generators import Generator
 from trainer.async_training.samplers import SampleChunk
 from trainer.async_training.topology import generator_pool, generator_role
 from trainer.observers.sample_log import tokens_by_sample

@@ -14,7 +14,7 @@ from tests.trainer.async_training.stand_ins import (
 )
 from tests.waiting import wait_until
 from trainer.async_training.buffer import StalledError
-from trainer.async_training.generator import Generator
+from trainer.async_training.generators import Generator
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import WorkerDiedError
 

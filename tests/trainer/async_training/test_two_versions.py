@@ -12,7 +12,7 @@ from tests.integration.runs import POLICY_ALONE, lines, overrides
 from tests.trainer.async_training.test_run import LOCAL, ledger_of
 from tests.waiting import wait_until
 from trainer import load_config, run
-from trainer.async_training.generator import Generator
+from trainer.async_training.generators import Generator
 from trainer.async_training.recipe import ASYNC
 from workers.columns import read_columns
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import doctor, network
+from trainer.cli import doctor
 
 NETWORKS = {"lo": "127.0.0.1", "eth0": "10.0.0.5", "ib0": "10.1.0.5", "docker0": ""}
 
 
 def problems(settings: dict[str, str]) -> list[tuple[str, str]]:
-    return list(network.wrong_settings(settings, NETWORKS))
+    return list(doctor.wrong_settings(settings, NETWORKS))
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_adapters_have_the_state_of_their_port(tmp_path: Path) -> None:
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n", encoding="utf-8")
     (tmp_path / "mlx5_1").mkdir()
-    assert network.adapters(tmp_path) == {"mlx5_0": "ACTIVE", "mlx5_1": "unknown"}
-    assert network.adapters(tmp_path / "none") == {}
+    assert doctor.infiniband_adapters(tmp_path) == {"mlx5_0": "ACTIVE", "mlx5_1": "unknown"}
+    assert doctor.infiniband_adapters(tmp_path / "none") == {}
 
 
 def test_doctor_lists_the_network_and_each_unknown_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "interfaces", lambda: NETWORKS)
-    monkeypatch.setattr(network, "adapters", lambda: {"mlx5_0": "DOWN"})
+    monkeypatch.setattr(doctor, "network_interfaces", lambda: NETWORKS)
+    monkeypatch.setattr(doctor, "infiniband_adapters", lambda: {"mlx5_0": "DOWN"})
     settings = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_DEBUG": "WARN"}
-    monkeypatch.setattr(network, "settings", lambda: settings)
+    monkeypatch.setattr(doctor, "network_settings", lambda: settings)
     fine, failing, *_ = map(str, doctor.check_network())
     assert fine == (
         "ok    network       lo 127.0.0.1, eth0 10.0.0.5, ib0 10.1.0.5, mlx5_0 (DOWN), "
@@ -77,7 +77,10 @@ def test_doctor_lists_the_network_and_each_unknown_name(monkeypatch: pytest.Monk
 
 def test_only_variables_of_nccl_and_gloo_are_shown() -> None:
     environment = {"NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "lo", "HF_TOKEN": "secret"}
-    assert network.settings(environment) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO"}
+    assert doctor.network_settings(environment) == {
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_DEBUG": "INFO",
+    }
 
 
 @pytest.mark.parametrize(
@@ -97,8 +100,8 @@ def test_a_host_name_that_resolves_to_loopback_is_a_problem_for_gloo(
             raise OSError(name)
         return address
 
-    monkeypatch.setattr(network.socket, "gethostbyname", resolve)
-    problem = network.name_that_leads_nowhere(settings, NETWORKS)
+    monkeypatch.setattr(doctor.socket, "gethostbyname", resolve)
+    problem = doctor.name_that_leads_nowhere(settings, NETWORKS)
     assert (problem is not None) == is_problem
     if problem:
         assert f"resolves to {address or 'nothing'}" in problem[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.tools.report.report_runs import make_run
-from trainer.cli.plan_sections import measured_sides
+from trainer.cli.check import measured_sides
 from verl_like.errors import ConfigError
 
 

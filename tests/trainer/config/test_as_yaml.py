@@ -7,7 +7,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from trainer.config.flat import in_yaml
+from trainer.config.keys import in_yaml
 
 VALUES: dict[str, Any] = {
     "numbers": [0, -1, 1e-5, 1e20, float("inf")],

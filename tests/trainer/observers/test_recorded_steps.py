@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from trainer.observers.alarms import Alarms
-from trainer.observers.recorded_steps import RecordedSteps
+from trainer.observers.saved_batches import RecordedSteps
 from workers.training.engine import TrainEngine
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"

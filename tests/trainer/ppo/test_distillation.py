@@ -12,7 +12,7 @@ import torch
 from tests.integration.recording import RecordingTrainer
 from tests.integration.runs import FEW_ROWS, calls, numbers, overrides
 from trainer import load_config, run
-from trainer.cli.plan_sections import watch_lines
+from trainer.cli.check import watch_lines
 from trainer.ppo.dataflow import describe
 from trainer.ppo.memory import role_memories
 from trainer.ppo.rewards_to_advantages import compute_distillation_advantage, distill

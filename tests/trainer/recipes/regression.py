@@ -9,8 +9,7 @@ from trainer.config.recipe import Recipe, placement_presets
 from trainer.config.schema import RunConfig
 from trainer.loop import Trainer
 from trainer.run_folder.metrics import reduce_metrics
-from trainer.run_recipe import RunRecipe
-from trainer.run_state import Metrics, Run
+from trainer.run_state import Metrics, Run, RunRecipe
 from verl_like import DataProto
 
 

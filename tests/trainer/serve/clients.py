@@ -14,7 +14,7 @@ import numpy as np
 
 from trainer.config.compose import load_config
 from trainer.serve.app import open_api
-from trainer.serve.protobuf import CLASSES, PROTOBUF
+from trainer.serve.bodies import CLASSES, PROTOBUF
 from trainer.serve.recipe import SERVE, prepare
 from trainer.serve.work_queue import WorkQueue, started
 

@@ -28,8 +28,8 @@ from tests.trainer.serve.clients import (
 )
 from trainer.serve import app
 from trainer.serve.app import Api, body_of
+from trainer.serve.bodies import CLASSES, PROTOBUF
 from trainer.serve.pending import PendingResult
-from trainer.serve.protobuf import CLASSES, PROTOBUF
 from trainer.serve.work_queue import WorkQueue
 from verl_like.errors import BatchError, LostSamplesError, RolloutError
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.observers.recorded_steps import RECORD
+from trainer.observers.saved_batches import RECORD
 from trainer.tools.bisect.sides import OURS, Side, Step, recorded_side
 from trainer.tools.replay.replay import replay
 from verl_like.batch.protocol import DataProto

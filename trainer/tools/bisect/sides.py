@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trainer.observers.recorded_steps import RECORD, arrays_of, numbers_of
-from trainer.observers.saved_batches import batch_file
+from trainer.observers.saved_batches import RECORD, arrays_of, batch_file, numbers_of
 from trainer.run_folder.folder import CONFIG_FILE, saved_config
 from trainer.tools.bisect.adapters.slime import slime_arrays
 from trainer.tools.bisect.adapters.verl import verl_arrays

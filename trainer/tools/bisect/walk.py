@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainer.config.flat import NAMES_OF_A_RUN
+from trainer.config.keys import NAMES_OF_A_RUN
 from trainer.tools.bisect.probes import formulas_of
 from trainer.tools.bisect.sides import IDS, OURS, STAGES, Side, Step
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.flat import checked_yaml
+from trainer.config.keys import checked_yaml
 from trainer.ppo.verl_keys import TRACKERS
 from trainer.tools.migrate.flags import (
     Flags,

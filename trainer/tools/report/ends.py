@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.flat import NAMES_OF_A_RUN
+from trainer.config.keys import NAMES_OF_A_RUN
 from trainer.run_folder.folder import CONFIG_FILE, saved_config
 from trainer.run_folder.metrics import KL_NAMES, metric_names
 from trainer.tools.report.figures import panels_of

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.runs import POLICY_ALONE, lines, overrides
 from trainer import run
 from trainer.cli.eval import main, settings_of_run
-from trainer.config.flat import flat_config
+from trainer.config.keys import flat_config
 from trainer.config.settings import overrides_of
 from trainer.ppo.recipe import load_config
 from trainer.recipe_command import run_command

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.observers.recorded_steps import COLUMNS, NUMBERS, samples_of
+from trainer.observers.saved_batches import COLUMNS, NUMBERS, samples_of
 from verl_like.files import json_objects
 from verl_like.record import Recorder, ragged
 
