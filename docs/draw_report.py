@@ -11,9 +11,8 @@ import re
 import sys
 from pathlib import Path
 
-from trainer.tools.report.calls import last_steps, without_pauses
 from trainer.tools.report.figures import curves, known_panels, timeline
-from trainer.tools.report.read import RunData, read_run
+from trainer.tools.report.read import RunData, last_steps, read_run, without_pauses
 
 IMAGES = Path(__file__).resolve().parent / "images"
 SHOWN = ("Reward", "KL", "Entropy", "Lengths", "Policy loss", "Clipped")

@@ -50,7 +50,7 @@ from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.rows.config import RowConfig
 from trainer.sft.recipe import SFT
-from trainer.tools.migrate.flags import FlagRow, Table, read_table
+from trainer.tools.migrate.translation import FlagRow, Table, read_table
 from trainer.tools.report.figures import METRICS_FILE
 from workers.columns import COLUMNS
 from workers.config import KL_ESTIMATORS as KL_NAMES

@@ -67,7 +67,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("lost_groups",),
         ("memory", "restarts", "observers"),
         ("run_state",),
-        ("recovery", "drained_nodes"),
+        ("recovery",),
         ("loop",),
         ("launch",),
         ("stubs",),

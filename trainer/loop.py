@@ -20,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
-from trainer.recovery import Recovery
+from trainer.recovery import Recovery, leave_drained_nodes
 from trainer.run_folder.folder import committed
 from trainer.run_folder.metrics import describe_reached_target
 from trainer.run_folder.resume import IS_LAST
@@ -199,8 +199,6 @@ class Loop:
 
     def run(self) -> None:
         """Run every step."""
-        from trainer.drained_nodes import leave_drained_nodes
-
         trainer, run = self.trainer, self.trainer.run
         run.checkpoints.resume.discard_later_steps()
         with make_tracking(run.config, trainer.total_steps, trainer.headline) as tracking:

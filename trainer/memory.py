@@ -1,7 +1,7 @@
 """Memory of a run's roles per device: the table of the plan, and the check against devices.
 
 `workers.memory` computes the memory of a role from the model that its class declares. A recipe
-determines the tokens of each role's largest pass (`trainer.ppo.memory`, `trainer.rows.preflight`).
+determines the tokens of each role's largest pass (`trainer.ppo.memory`, `trainer.rows.trainer`).
 """
 
 from __future__ import annotations

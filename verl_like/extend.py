@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.config.schema import TRACKERS as TRACKERS
     from trainer.config.schema import RunConfig as RunConfig
     from trainer.loop import Trainer as Trainer
-    from trainer.ppo.advantages.grpo import (
+    from trainer.ppo.advantages.estimators import (
         compute_grpo_outcome_advantage as compute_grpo_outcome_advantage,
     )
     from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS as ADVANTAGE_ESTIMATORS

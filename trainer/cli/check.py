@@ -53,15 +53,14 @@ from trainer.memory import describe_axes, role_models
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe
-from trainer.ppo.memory import fit_passes, plan_text
+from trainer.ppo.memory import batch_line, batch_table, fit_passes, plan_text
 from trainer.ppo.recipe import PPO
 from trainer.ppo.roles import declared_models
-from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.stages import PPOTrainer
 from trainer.recipe_command import run_command
-from trainer.rows import preflight
 from trainer.rows.config import RowConfig
 from trainer.rows.trainer import RowTrainer, step_sizes
+from trainer.rows.trainer import plan_text as row_plan_text
 from trainer.run_folder.result import RunResult
 from trainer.stubs import trace_step
 from trainer.tools.report.read import read_run
@@ -245,7 +244,7 @@ def ppo_sections(config: PPOConfig, measured: str) -> dict[str, list[str]]:
 
 def row_sections(config: RowConfig) -> dict[str, list[str]]:
     """Return the sections about memory, placement and batch sizes of a recipe on rows."""
-    memory = preflight.plan_text(config, heading="")
+    memory = row_plan_text(config, heading="")
     axes = describe_axes(config, role_models(config))
     placement = nominal_placement(config).draw(axes)
     return {

@@ -47,7 +47,7 @@ from trainer.cli.main import RECIPES, resolve_command
 from trainer.config import compose
 from trainer.config.devices import GPUS_PER_NODE
 from trainer.config.settings import overrides_of
-from trainer.rows.preflight import longest_row
+from trainer.rows.trainer import longest_row
 from trainer.tools.planner.cost import NUMBERS, POINTS, device_of, spread
 from trainer.tools.planner.job import Job, cluster_keys
 from trainer.tools.planner.ppo import PPOJob

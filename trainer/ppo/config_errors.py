@@ -20,7 +20,7 @@ from trainer.ppo.filters import active_filters
 from trainer.ppo.roles import declared_models, rollout_configs
 from trainer.ppo.sampling import METRIC_KEY
 from trainer.ppo.updating import longest_row
-from trainer.rollouts.reward_checks import check_rewards
+from trainer.rollouts.preflight import check_rewards
 from trainer.rollouts.samples import read_named_reward
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import settable_arguments

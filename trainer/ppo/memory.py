@@ -1,10 +1,15 @@
-"""Memory of PPO's roles per device: the table in the plan, and the largest passes that fit."""
+"""Sizes of a PPO step: rows and tokens per call, memory per device, and the passes that fit.
+
+The number of prompts, samples and tokens of each call is in total, per rank and per micro-batch.
+`verl-like check --full` prints the tables. Token counts are upper bounds: they assume prompts and
+responses of full length.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.config.devices import Devices, run_devices
 from trainer.groups.nodes import joined_cluster
@@ -14,19 +19,25 @@ from trainer.memory import (
     fits,
     memory_table,
     model_memory,
+    size,
     with_fewest_recomputed_layers,
 )
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.roles import declared_models
-from trainer.ppo.sizes import CallSize, call_size, call_sizes
 from trainer.ppo.updating import longest_row
 from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError
 from verl_like.placement.pools import expand_roles
 from verl_like.process.machine import memory_gib
+from verl_like.terminal import draw_table
 from workers.config import fewest_tokens_per_pass, is_actors_module, model_rewards, tokens_per_pass
 from workers.memory import GIB, LargestPass, RoleMemory, rollout_memory, sync_bytes
-from workers.parallel.sharding import dims_of
+from workers.parallel.sharding import ParallelDims, dims_of
+from workers.training.role_model_spec import RoleModelSpec
+
+if TYPE_CHECKING:
+    from trainer.stubs import CallNode
+
 
 P = TypeVar("P", bound=PPOConfig)
 
@@ -138,12 +149,12 @@ def largest_pass(
     dims = dims_of(ranks, declared_models(config)[role].sharding)
     width = -(-width // dims.sp)
     most, text_tokens = {True: 0, False: 0}, 0
-    for size in sizes_of_step(config) if sizes is None else sizes:
-        if size.role == role:
-            at_once = size.pass_samples * width if size.pass_samples else size.pass_tokens
-            tokens = min(at_once, -(-size.samples // dims.data_size) * width)
-            most[size.trains] = max(most[size.trains], tokens)
-            text_tokens = max(text_tokens, size.trains * size.pass_tokens)
+    for call in sizes_of_step(config) if sizes is None else sizes:
+        if call.role == role:
+            at_once = call.pass_samples * width if call.pass_samples else call.pass_tokens
+            tokens = min(at_once, -(-call.samples // dims.data_size) * width)
+            most[call.trains] = max(most[call.trains], tokens)
+            text_tokens = max(text_tokens, call.trains * call.pass_tokens)
     trained, read = most[True], most[False]
     if config.kind_of(role) in model_rewards(config):  # the role returns one number per row
         return LargestPass(read // width * width, read // width)
@@ -175,8 +186,6 @@ def plan_text(config: PPOConfig, brief: bool = False, heading: str = "Memory") -
         roles = role_memories(fit_passes(config, devices), devices.type, devices.bytes)
         table = memory_table(roles, devices, brief, heading)
         if config.trainer.backend == "ray":
-            from trainer.ppo.object_store import describe_store
-
             table = f"{table}\n{describe_store(config)}"
         return table
     except (ConfigError, OSError, ValueError) as error:
@@ -234,3 +243,101 @@ def _share_of_this_machine(config: PPOConfig) -> int | None:
         return None
     processes = sum(map(sum, config.resource_pool_spec.values()))
     return int(SHARE_OF_A_MACHINE * total * GIB / max(processes, 1))
+
+
+@dataclass(frozen=True)
+class CallSize:
+    """The samples of a call or, if it trains, of an optimizer step, and of its passes on a rank.
+
+    A pass has `pass_samples`, or `pass_tokens` if `pass_samples` is None.
+    """
+
+    role: str
+    method: str
+    samples: int
+    pass_samples: int | None
+    pass_tokens: int
+
+    @property
+    def trains(self) -> bool:
+        """True for a call that updates a model."""
+        return self.method.startswith("update_")
+
+
+def call_sizes(config: PPOConfig, nodes: Sequence[CallNode]) -> list[CallSize]:
+    """Return the sizes of the calls that have a batch, of rollouts and of roles with a model."""
+    models = declared_models(config)
+    return [
+        call_size(config, models.get(role), role, node.method, node.samples)
+        for node in nodes
+        for role in node.roles
+        if node.samples and (role in models or config.kind_of(role) == "rollout")
+    ]
+
+
+def call_size(
+    config: PPOConfig, model: RoleModelSpec | None, role: str, method: str, samples: int
+) -> CallSize:
+    """Return the size of a call of a role with this number of samples; a rollout has no model."""
+    if model is None:
+        rollout = config.of_role(role).actor_rollout_ref.rollout
+        return CallSize(role, method, samples, rollout.max_num_seqs, 0)
+    actor, reward = config.actor_rollout_ref.actor, model_rewards(config).get(config.kind_of(role))
+    rows = model.rows if reward is None else actor.ppo_micro_batch_size_per_gpu
+    if method.startswith("update_"):
+        rows, samples = model.trained_rows, model.mini_batch or samples
+    rows_of_reward = None if reward is None else reward.micro_batch_size_per_gpu
+    at_once = rows_of_reward or (None if actor.use_dynamic_bsz else rows)
+    return CallSize(role, method, samples, at_once, model.tokens or tokens_per_pass(config))
+
+
+def batch_line(config: PPOConfig) -> str:
+    """Return the sizes of a step in one line."""
+    data, num_samples = config.data, config.actor_rollout_ref.rollout.n
+    tokens = data.max_prompt_length + data.max_response_length
+    return (
+        f"Step: {data.train_batch_size:,} prompts x {num_samples} "
+        f"sample{'s' if num_samples > 1 else ''}, up to {tokens:,} tokens each; mini-batches of "
+        f"{config.actor_rollout_ref.actor.ppo_mini_batch_size:,} prompts"
+    )
+
+
+HEAD = ("", "ranks", "prompts", "samples", "per rank", "per pass", "tokens per pass")
+BY_TOKENS = "by tokens"
+"""The cell of the samples per pass if the tokens limit a pass."""
+
+
+def batch_table(config: PPOConfig, nodes: Sequence[CallNode]) -> str:
+    """Return the table of prompts, samples and tokens of these calls of a step."""
+    width = config.data.max_prompt_length + config.data.max_response_length
+    num_samples = config.actor_rollout_ref.rollout.n
+    pools, models = expand_roles(config.role_mapping), declared_models(config)
+    lines: list[tuple[str, ...]] = [HEAD]
+    for call in call_sizes(config, nodes):
+        ranks, model = sum(config.resource_pool_spec[pools[call.role]]), models.get(call.role)
+        dims = ParallelDims(shard=ranks) if model is None else dims_of(ranks, model.sharding)
+        on_rank = -(-call.samples // dims.data_size)
+        micro = (BY_TOKENS, f"{min(call.pass_tokens, -(-on_rank * width // dims.sp)):,}")
+        if call.pass_samples is not None:
+            at_once = min(call.pass_samples, on_rank)
+            micro = (f"{at_once:,}", f"{-(-at_once * width // dims.sp):,}")
+        cells = (ranks, call.samples // num_samples, call.samples, on_rank)
+        lines.append((f"{call.role}.{call.method}", *(f"{cell:,}" for cell in cells), *micro))
+    title = (
+        f"{num_samples} sample{'s' if num_samples > 1 else ''} per prompt, each up to {width:,} "
+        "tokens (prompt and response); updates: a mini-batch"
+    )
+    return "\n".join([title, *draw_table(lines, flush_right=True, zero=BY_TOKENS)])
+
+
+STORED_BYTES = 200
+"""Bytes per token of a step, measured with critic and reference."""
+
+
+def describe_store(config: PPOConfig) -> str:
+    """Describe the bytes of a step in Ray's object store."""
+    data, ray = config.data, config.ray
+    width = data.max_prompt_length + data.max_response_length
+    num_bytes = data.train_batch_size * config.actor_rollout_ref.rollout.n * width * STORED_BYTES
+    room = "" if ray.object_store_gib is None else f" of {ray.object_store_gib:g} GiB"
+    return f"Ray's object store on the driver's node: about {size(num_bytes)}{room} per step"

@@ -23,13 +23,12 @@ from trainer.observers.alarms import ALARM_RULES
 from trainer.ppo.advantage_inputs import check_columns
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.config_errors import check_named_rewards, check_players
-from trainer.ppo.memory import check_memory, fit_passes, plan_text
+from trainer.ppo.memory import batch_line, batch_table, check_memory, fit_passes, plan_text
 from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.roles import declared_models, recipe_workers
-from trainer.ppo.sizes import batch_line, batch_table
 from trainer.ppo.updating import make_ptx_loader
 from trainer.rollouts import preflight
-from trainer.rollouts.reward_checks import reject_wrong_results, try_rewards
+from trainer.rollouts.preflight import reject_wrong_results, try_rewards
 from trainer.run_folder.metrics import headline
 from trainer.run_state import RunRecipe
 from verl_like.errors import ConfigError

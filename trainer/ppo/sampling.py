@@ -23,7 +23,7 @@ from torch import Tensor
 from trainer.ppo.advantage_inputs import compares_with_greedy
 from trainer.ppo.advantages.groups import Groups
 from trainer.ppo.config import AlgorithmConfig, FilterGroupsConfig, PPOConfig
-from trainer.ppo.rewards_to_advantages import clamp_scores
+from trainer.ppo.scoring import clamp_scores
 from trainer.rollouts.rollouts import Rollouts
 from trainer.rollouts.samples import concat_rows, read_named_reward, repeat_prompts
 from verl_like.batch.protocol import DataProto

@@ -20,7 +20,7 @@ from trainer.ppo import preparation, sampling, scoring, updating, weight_sync
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import active_filters
 from trainer.ppo.metrics import speed
-from trainer.ppo.rewards_to_advantages import Estimation
+from trainer.ppo.scoring import Estimation
 from trainer.rollouts import rollouts, samples
 from trainer.run_state import Metrics, Run
 from verl_like.batch.protocol import DataProto

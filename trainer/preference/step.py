@@ -37,8 +37,7 @@ from trainer.data.pairs import (
     read_pairs,
 )
 from trainer.preference.recipe import PreferenceConfig
-from trainer.rows.preflight import longest_row
-from trainer.rows.trainer import ROWS_RUN, RowTrainer
+from trainer.rows.trainer import ROWS_RUN, RowTrainer, longest_row
 from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError

@@ -20,8 +20,7 @@ from trainer.data.files import row_limit
 from trainer.data.lm_rows import stop_tokens, without_blanks
 from trainer.data.pairs import PairRow, pair_batch, read_pairs
 from trainer.reward_model.recipe import RewardModelRunConfig
-from trainer.rows.preflight import longest_row
-from trainer.rows.trainer import ROWS_RUN, RowTrainer
+from trainer.rows.trainer import ROWS_RUN, RowTrainer, longest_row
 from trainer.run_state import Metrics
 from workers.columns import read_columns
 from workers.losses.preference import compute_reward_loss, get_pairwise_loss, rank_accuracy

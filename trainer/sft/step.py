@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from trainer.data.files import row_limit
 from trainer.data.lm_rows import LMRow, lm_batch, read_lm_rows
-from trainer.rows.preflight import longest_row
-from trainer.rows.trainer import ROWS_RUN, RowTrainer, num_tokens_in_loss
+from trainer.rows.trainer import ROWS_RUN, RowTrainer, longest_row, num_tokens_in_loss
 from trainer.run_state import Metrics
 from trainer.sft.recipe import SFTConfig
 from workers.columns import read_columns

@@ -13,9 +13,8 @@ from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.groups.describe import describe_devices
 from trainer.launch import nominal_placement
-from trainer.ppo.memory import role_memories
+from trainer.ppo.memory import call_sizes, role_memories
 from trainer.ppo.recipe import load_config
-from trainer.ppo.sizes import call_sizes
 from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
 

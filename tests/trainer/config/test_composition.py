@@ -10,8 +10,8 @@ from trainer import load_config
 from trainer.config.schema import TrainerConfig
 from trainer.config.settle import settle
 from trainer.launch import nominal_placement
+from trainer.ppo.memory import batch_table
 from trainer.ppo.recipe import PPO
-from trainer.ppo.sizes import batch_table
 from trainer.stubs import trace_step
 from trainer.tools.planner.search import partitions
 from verl_like.config_key import replace_keys

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trainer.config.settings import as_text, flat_settings, overrides_of, parse
-from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.estimators import compute_grpo_outcome_advantage
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import load_config
 from verl_like.errors import ConfigError
@@ -63,7 +63,7 @@ def test_an_object_without_a_text_form_is_rejected() -> None:
 
 def test_a_function_of_a_module_is_written_as_its_path() -> None:
     assert overrides_of({"algorithm.adv_estimator": compute_grpo_outcome_advantage}) == [
-        "algorithm.adv_estimator=trainer.ppo.advantages.grpo.compute_grpo_outcome_advantage"
+        "algorithm.adv_estimator=trainer.ppo.advantages.estimators.compute_grpo_outcome_advantage"
     ]
 
 

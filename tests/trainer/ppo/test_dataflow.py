@@ -10,8 +10,8 @@ from trainer import PPOTrainer, load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.dataflow import describe
+from trainer.ppo.memory import batch_table
 from trainer.ppo.scoring import update_can_compute_old_log_probs
-from trainer.ppo.sizes import batch_table
 from trainer.stubs import trace_step
 
 NEEDED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")

@@ -101,7 +101,7 @@ def test_reward_models_and_teachers_are_nodes(
 
 
 def test_greedy_responses_of_remax_are_nodes(tiny_dir: Path, tmp_path: Path) -> None:
-    by_path = "trainer.ppo.advantages.reinforce.compute_remax_outcome_advantage"
+    by_path = "trainer.ppo.advantages.estimators.compute_remax_outcome_advantage"
     estimator = ("placement=colocate", f"algorithm.adv_estimator={by_path}")
     nodes, spans = recorded(tiny_dir, tmp_path, *estimator)
     check(nodes, spans)

@@ -15,7 +15,7 @@ from trainer import load_config, run
 from trainer.cli.check import watch_lines
 from trainer.ppo.dataflow import describe
 from trainer.ppo.memory import role_memories
-from trainer.ppo.rewards_to_advantages import compute_distillation_advantage, distill
+from trainer.ppo.scoring import compute_distillation_advantage, distill
 from trainer.stubs import trace_step
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError

@@ -14,14 +14,14 @@ import torch
 from trainer.ppo.config import KLControlConfig, PPOConfig
 from trainer.ppo.filters import correct_rollout, without_truncated
 from trainer.ppo.metrics import compute_data_metrics
-from trainer.ppo.rewards_to_advantages import (
+from trainer.ppo.scoring import (
     KLController,
     RunningNorm,
     apply_kl_penalty,
     clamp_scores,
     distill,
+    mismatch_metrics,
 )
-from trainer.ppo.scoring import mismatch_metrics
 from trainer.ppo.updating import add_chosen_tokens
 from trainer.ppo.validation import name_metrics
 from verl_like.batch.protocol import DataProto

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainer.ppo.config import KLControlConfig
-from trainer.ppo.rewards_to_advantages import KLController, apply_kl_penalty, clamp_scores
+from trainer.ppo.scoring import KLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import MissingColumnError
 

@@ -12,10 +12,9 @@ from tests.integration.runs import FEW_ROWS, overrides
 from tests.trainer.ppo.judge_role import ConfigWithJudge, JudgeWorker
 from trainer import PPOTrainer, load_config, run
 from trainer.ppo.dataflow import describe
-from trainer.ppo.memory import role_memories
+from trainer.ppo.memory import batch_table, role_memories
 from trainer.ppo.preparation import check_models
 from trainer.ppo.recipe import PPO
-from trainer.ppo.sizes import batch_table
 from trainer.stubs import trace_step
 from verl_like.errors import ConfigError
 from workers.columns import COLUMNS, method_reads

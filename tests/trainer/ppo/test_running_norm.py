@@ -7,7 +7,7 @@ import statistics
 import pytest
 import torch
 
-from trainer.ppo.rewards_to_advantages import RunningMoments, RunningNorm
+from trainer.ppo.scoring import RunningMoments, RunningNorm
 from verl_like.batch.protocol import DataProto
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 0, 1, 1], [0, 0, 0, 0], [1, 0, 0, 0]])

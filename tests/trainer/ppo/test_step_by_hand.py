@@ -11,7 +11,7 @@ import torch
 
 from trainer.ppo.advantage_inputs import compute_advantage
 from trainer.ppo.config import KLControlConfig
-from trainer.ppo.rewards_to_advantages import KLController, apply_kl_penalty, clamp_scores
+from trainer.ppo.scoring import KLController, apply_kl_penalty, clamp_scores
 from verl_like.batch.protocol import DataProto
 from workers.config import ActorConfig
 from workers.losses.policy import compute_policy_loss_vanilla

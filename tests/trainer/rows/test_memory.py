@@ -11,7 +11,7 @@ from tests.workers.models.test_memory_shapes import DEEPSEEK_7B
 from trainer.config.compose import load_config
 from trainer.memory import role_models
 from trainer.preference.recipe import DPO, PreferenceConfig
-from trainer.rows.preflight import (
+from trainer.rows.trainer import (
     largest_pass,
     plan_text,
     preflight,

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.config.compose import load_config
 from trainer.preference.recipe import DPO
-from trainer.rows.preflight import longest_row, preflight
+from trainer.rows.trainer import longest_row, preflight
 from trainer.sft.recipe import SFT
 from verl_like.errors import ConfigError
 from workers.roles.rows import PreferenceReferenceWorker, PreferenceWorker

@@ -98,7 +98,7 @@ def without_adapter(
 
 def check(config: EvaluationConfig) -> None:
     """Run the checks across keys of rewards and engines."""
-    from trainer.rollouts.reward_checks import check_rewards
+    from trainer.rollouts.preflight import check_rewards
     from workers.rollout.sampling import check_sampling
 
     if not config.data.val_files:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.tools.migrate.flags import (
+from trainer.tools.migrate.recorder import Command
+from trainer.tools.migrate.translation import (
     GivenFlags,
     Table,
+    Translation,
     as_flags,
     find_program,
     last_name,
     num_processes,
 )
-from trainer.tools.migrate.recorder import Command
-from trainer.tools.migrate.translation import Translation
 from verl_like.errors import ConfigError
 
 GPUS_OF_A_NODE = 8

@@ -26,14 +26,6 @@ from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT
 from trainer.tools.migrate import openrlhf, trl, verl
-from trainer.tools.migrate.flags import (
-    GivenFlags,
-    Table,
-    as_flags,
-    find_program,
-    last_name,
-    num_processes,
-)
 from trainer.tools.migrate.recorder import (
     LAUNCHERS,
     SECRET,
@@ -43,7 +35,15 @@ from trainer.tools.migrate.recorder import (
     record,
     source_text,
 )
-from trainer.tools.migrate.translation import Translation
+from trainer.tools.migrate.translation import (
+    GivenFlags,
+    Table,
+    Translation,
+    as_flags,
+    find_program,
+    last_name,
+    num_processes,
+)
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.supervisor import ENDED_WELL
 from workers.config.model import STRATEGIES_ELSEWHERE

@@ -16,17 +16,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.keys import checked_yaml
 from trainer.ppo.verl_keys import TRACKERS
-from trainer.tools.migrate.flags import (
+from trainer.tools.migrate.recorder import Command
+from trainer.tools.migrate.translation import (
     Flags,
     GivenFlags,
     Table,
+    Translation,
     as_flags,
+    as_text,
     find_program,
     last_name,
     num_processes,
 )
-from trainer.tools.migrate.recorder import Command
-from trainer.tools.migrate.translation import Translation, as_text
 from verl_like.errors import ConfigError
 
 PROGRAMS = {

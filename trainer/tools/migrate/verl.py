@@ -15,9 +15,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from trainer.ppo.verl_keys import TRACKERS, configuration, older, translate_key, with_trackers
-from trainer.tools.migrate.flags import GivenFlags, Table, as_flags, find_program, last_name
 from trainer.tools.migrate.recorder import Command
-from trainer.tools.migrate.translation import Translation
+from trainer.tools.migrate.translation import (
+    GivenFlags,
+    Table,
+    Translation,
+    as_flags,
+    find_program,
+    last_name,
+)
 from verl_like.errors import ConfigError
 
 BYPASS = "algorithm.rollout_correction.bypass_mode"

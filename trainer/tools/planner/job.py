@@ -23,7 +23,7 @@ from trainer.config.settings import overrides_of
 from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import role_models
 from trainer.rows.config import RowConfig
-from trainer.rows.preflight import longest_row, pass_tokens, preflight, role_memories
+from trainer.rows.trainer import longest_row, pass_tokens, preflight, role_memories
 from trainer.stubs import CallNode, our_class, trace_step
 from trainer.tools.planner.cost import Device, Gpus, ModelCost, StepRows, pass_seconds
 from trainer.tools.planner.search import (

@@ -12,9 +12,15 @@ from typing import ClassVar
 from trainer.config.devices import run_devices
 from trainer.memory import model_memory
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.memory import check_memory, largest_pass, may_rest, role_memories
+from trainer.ppo.memory import (
+    call_size,
+    call_sizes,
+    check_memory,
+    largest_pass,
+    may_rest,
+    role_memories,
+)
 from trainer.ppo.roles import declared_models
-from trainer.ppo.sizes import call_size, call_sizes
 from trainer.tools.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.tools.planner.job import Job, Keys
 from trainer.tools.planner.records import record_tokens, sampler_seconds

@@ -24,7 +24,7 @@ import numpy as np
 
 from trainer.config.schema import RunConfig
 from trainer.launch import run_steps, trainer_class
-from trainer.rollouts.reward_checks import synthetic_responses
+from trainer.rollouts.preflight import synthetic_responses
 from trainer.run_folder.saved_model import find_saved_model
 from trainer.tools.rehearsal.small_job import STEPS, class_of, small_config
 from verl_like.config_key import replace_keys

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
 from trainer.run_folder.metrics import MetricLines, metric_names, series, spread
-from trainer.tools.report.calls import TracedCall, pools_at_work
+from trainer.tools.report.read import TracedCall, pools_at_work
 from trainer.tools.report.trajectories import FAILED, NO_SUCCESS, PARTIAL, SUCCESS
 
 if TYPE_CHECKING:

@@ -1,12 +1,22 @@
-"""Read a run folder for the report, whether the run is complete, in progress or failed."""
+"""Read a run folder for the report: its numbers, the calls of workers, and its images, small.
+
+The run may be complete, in progress or failed.
+
+A run folder may come from someone else, so its sample files must not make the page contain other
+files of yours. A file is shown only if it has the recorded hash, which an author who does not have
+the file cannot know, and if PIL decodes it. Anything else has a placeholder.
+"""
 
 from __future__ import annotations
 
+import base64
+import io
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.run_folder.accounts import read_ledger
 from trainer.run_folder.folder import CHANGES_FILE
@@ -18,8 +28,6 @@ from trainer.run_folder.metrics import (
     series,
     spread,
 )
-from trainer.tools.report.calls import AFTER_STEP, TracedCall, read_timeline
-from trainer.tools.report.thumbnails import Thumbnail, Thumbnails
 from trainer.tools.report.trajectories import (
     TRAJECTORIES_PER_STEP,
     ShownTrajectory,
@@ -28,7 +36,7 @@ from trainer.tools.report.trajectories import (
     trajectory_of,
 )
 from verl_like.errors import ConfigError
-from verl_like.files import json_objects
+from verl_like.files import json_objects, parse_json
 
 FAILURE_FILE = "failure.txt"
 STOPPED = "Stopped by "
@@ -282,3 +290,175 @@ def phase_shares(metrics: MetricLines, stages: Sequence[str]) -> list[tuple[str,
     for phase in by_remainder[: 1000 - sum(tenths.values())]:
         tenths[phase] += 1
     return [(phase, seconds[phase] / len(timed), tenths[phase] / 10) for phase in seconds]
+
+
+AFTER_STEP = ("testing", "save_checkpoint")
+"""Phases outside a step's stages, which `timing_s/step` does not include."""
+LONGEST_PAUSE = 0.2
+"""The longest pause drawn between two steps, as a fraction of a step's mean duration."""
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One call on one worker, from its start to its end in seconds of the trace's clock."""
+
+    pool: str
+    lane: str
+    role: str
+    method: str
+    start: float
+    end: float
+    step: int
+    stage: str = ""
+    """The stage of the step that the call belongs to; "" in traces without stages."""
+    details: str = ""
+    """Further information as text."""
+
+
+def read_timeline(path: Path, notes: list[str]) -> tuple[list[TracedCall], list[str]]:
+    """Return the calls of a run's Chrome trace, ordered by start, and the stages of a step."""
+    if not path.is_file():
+        notes.append(f"{path.name} is missing.")
+        return [], []
+    try:
+        trace = parse_json(path.read_bytes())
+        events = trace["traceEvents"]
+        pools = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        lanes = {(e["pid"], e["tid"]): e["args"] for e in events if e["name"] == "thread_name"}
+
+        calls = []
+        for e in events:
+            if e["ph"] != "X":  # names of pools and lanes
+                continue
+            lane, args = lanes[e["pid"], e["tid"]], e.get("args", {})
+            details = ""
+            if "num_answers" in args:  # of environments
+                busy_ms = 1000 * args["busy_s"]
+                details = f", {args['num_answers']} answers in {busy_ms:.1f} ms in total"
+            call = TracedCall(
+                pool=pools[e["pid"]],
+                lane=lane["name"],
+                role=lane["role"] if "role" in lane else e["cat"],  # as in older runs
+                method=e["name"],
+                start=e["ts"] / 1e6,
+                end=(e["ts"] + e["dur"]) / 1e6,
+                step=int(args.get("step", 0)),
+                stage=str(args.get("stage", "")),
+                details=details,
+            )
+            calls.append(call)
+        return sorted(calls, key=lambda call: call.start), list(trace["otherData"]["stages"])
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        notes.append(f"{path.name} is incomplete, or not written by a run, and is left out.")
+    return [], []
+
+
+def last_steps(calls: Sequence[TracedCall], count: int) -> list[TracedCall]:
+    """Return the calls of the last `count` training steps, without validation and checkpoints."""
+    trained = [call for call in calls if call.step > 0 and call.stage not in AFTER_STEP]
+    steps = sorted({call.step for call in trained})[-count:]
+    return [call for call in trained if call.step in steps]
+
+
+def without_pauses(calls: Sequence[TracedCall]) -> tuple[list[TracedCall], list[float]]:
+    """Return the calls with shortened pauses between steps, and the times of these pauses.
+
+    A pause may be a validation, a checkpoint or a restart, or a driver that waits.
+    """
+    steps: dict[int, list[TracedCall]] = {}
+    for call in sorted(calls, key=lambda call: call.step):
+        steps.setdefault(call.step, []).append(call)
+    spans = [(min(c.start for c in of), max(c.end for c in of)) for of in steps.values()]
+    shortest = LONGEST_PAUSE * sum(end - start for start, end in spans) / max(len(spans), 1)
+
+    shifted: list[TracedCall] = []
+    cuts: list[float] = []
+    shift, latest = 0.0, spans[0][0] if spans else 0.0
+    for (start, end), of_step in zip(spans, steps.values(), strict=True):
+        if start - latest > shortest:
+            shift += start - latest - shortest
+            cuts.append(start - shift - shortest / 2)
+        shifted += [replace(c, start=c.start - shift, end=c.end - shift) for c in of_step]
+        latest = max(latest, end)
+    return sorted(shifted, key=lambda call: call.start), cuts
+
+
+def pools_at_work(calls: Sequence[TracedCall]) -> list[tuple[float, float, int]]:
+    """Return (start, end, number of busy pools) for every interval from the first call to the last.
+
+    An interval lasts while the number stays the same, so there are few even for many ranks.
+    """
+    starts = [(call.start, 1, call.pool) for call in calls]
+    ends = [(call.end, -1, call.pool) for call in calls]
+    edges = sorted(starts + ends)
+    running: Counter[str] = Counter()
+    stretches: list[tuple[float, float, int]] = []
+    for (time, change, pool), (until, _, _) in zip(edges, edges[1:], strict=False):
+        running[pool] += change
+        number = sum(count > 0 for count in running.values())
+        if until <= time:
+            continue
+        if stretches and stretches[-1][1:] == (time, number):
+            time = stretches.pop()[0]
+        stretches.append((time, until, number))
+    return stretches
+
+
+def overlap_share(calls: Sequence[TracedCall]) -> float:
+    """Return the fraction of the busy time in which two or more pools were busy."""
+    stretches = pools_at_work(calls)
+    working = sum(end - start for start, end, number in stretches if number)
+    overlapping = sum(end - start for start, end, number in stretches if number > 1)
+    return overlapping / working if working else 0.0
+
+
+PIXELS = 96
+"""Longest side of a thumbnail."""
+MOST_PER_SAMPLE, MOST_FILES = 4, 256
+"""The most images of a sample, and the most files that a table of samples shows."""
+MOST_BYTES = 32 * 2**20
+"""Larger files are not read."""
+
+
+class Thumbnail(NamedTuple):
+    """A data URI, or "" if the image is not shown, and the name of its file."""
+
+    uri: str
+    name: str
+
+
+class Thumbnails:
+    """The thumbnails of a table of samples; each file is read once."""
+
+    def __init__(self) -> None:
+        """Begin without files."""
+        self._uris: dict[tuple[str, str], str] = {}
+
+    def of(self, images: Any) -> list[Thumbnail]:
+        """Return the thumbnails of the field `images` of a sample's line."""
+        if not isinstance(images, list):
+            return []
+        shown = []
+        for image in images[:MOST_PER_SAMPLE]:
+            row = image if isinstance(image, Mapping) else {}
+            path, sha = str(row.get("path")), str(row.get("sha"))
+            if (path, sha) not in self._uris and len(self._uris) < MOST_FILES:
+                self._uris[path, sha] = _data_uri(path, sha)
+            shown.append(Thumbnail(self._uris.get((path, sha), ""), Path(path).name))
+        return shown
+
+
+def _data_uri(path: str, sha: str) -> str:
+    """Return a small copy of the image, or "" if it is missing, changed or not an image."""
+    from workers.images import ImageRef, opened
+
+    try:
+        if not Path(path).is_file() or Path(path).stat().st_size > MOST_BYTES:
+            return ""  # reading a pipe or a device might not end
+        image = opened(ImageRef(path, sha, 0, 0))
+    except (ConfigError, OSError):
+        return ""
+    image.thumbnail((PIXELS, PIXELS))
+    buffer = io.BytesIO()
+    image.save(buffer, format="JPEG", quality=85)
+    return f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"

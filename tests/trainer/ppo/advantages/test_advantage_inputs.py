@@ -6,8 +6,10 @@ import torch
 
 from tests.trainer.ppo.advantages.plain_python import INDEX, ROWS, WIDTH, batch_of
 from trainer.ppo.advantage_inputs import compute_advantage
-from trainer.ppo.advantages.gae import compute_gae_advantage_return
-from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.estimators import (
+    compute_gae_advantage_return,
+    compute_grpo_outcome_advantage,
+)
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
 from verl_like.errors import ConfigError, MissingColumnError
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.ppo.advantages import returns as returns_module
-from trainer.ppo.advantages.gae import compute_gae_advantage_return
+from trainer.ppo.advantages.estimators import compute_gae_advantage_return
 
 
 @pytest.mark.parametrize("block", [2, 3, 64])

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from trainer.cli.bisect import bisect, main
-from trainer.ppo.advantages.grpo import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.estimators import compute_grpo_outcome_advantage
 from trainer.tools.bisect.sides import OURS, Side, read_arrays
 from trainer.tools.bisect.walk import different_settings
 from verl_like.record import Recorder, RecordError

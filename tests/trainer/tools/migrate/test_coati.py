@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.trainer.tools.migrate.words import composed, migrated, notes, translated
-from trainer.tools.migrate.flags import Table
+from trainer.tools.migrate.translation import Table
 from verl_like.placement.pools import expand_roles
 
 ASYNC = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.tools.migrate.flags import FlagRow, GivenFlags, Table, as_flags
+from trainer.tools.migrate.translation import FlagRow, GivenFlags, Table, as_flags
 from verl_like.errors import ConfigError
 
 

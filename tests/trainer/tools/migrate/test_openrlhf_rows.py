@@ -11,7 +11,7 @@ from tests.trainer.tools.migrate.words import (
     translated,
     translated_whole,
 )
-from trainer.tools.migrate.flags import Table
+from trainer.tools.migrate.translation import Table
 
 HEREDOC = """
 read -r -d '' training_commands <<EOF

@@ -14,8 +14,8 @@ from trainer.cli.main import COMMANDS
 from trainer.config.keys import named_keys
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl_keys import tables
-from trainer.tools.migrate.flags import read_table
 from trainer.tools.migrate.systems import RECIPES
+from trainer.tools.migrate.translation import read_table
 
 OF_SECTIONS = ("openrlhf_rows", "trl", "coati", "verl_sft")
 NOT_KEYS = re.compile(r"FILE\.py|MODULE\.NAME|docs/\S+|config\.json|verl_like\.rules")

@@ -7,10 +7,9 @@ from collections import Counter
 import pytest
 
 from trainer.config.keys import known_arguments, named_keys
-from trainer.tools.migrate.flags import KINDS, Table, read_table
 from trainer.tools.migrate.openrlhf import ON_ROWS
 from trainer.tools.migrate.systems import RECIPES
-from trainer.tools.migrate.translation import Translation
+from trainer.tools.migrate.translation import KINDS, Table, Translation, read_table
 from trainer.tools.migrate.trl import PLACES, PROGRAMS
 
 TRL = [

@@ -16,7 +16,7 @@ from tests.trainer.tools.migrate.words import composed, translated_whole
 from tests.workers.models import vision
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from trainer.ppo.advantage_inputs import estimate_advantages
-from trainer.ppo.rewards_to_advantages import KLController, apply_kl_penalty
+from trainer.ppo.scoring import KLController, apply_kl_penalty
 from verl_like.batch.protocol import DataProto
 from workers.losses.preference import SFT_LENGTH, measures
 from workers.losses.registry import get_policy_loss

@@ -28,6 +28,7 @@ from trainer.sft.step import SFTTrainer
 from trainer.tools.replay.replay import (
     Replayed,
     ReplayRequest,
+    SavedRun,
     announcement,
     counted,
     differing_columns,
@@ -36,7 +37,6 @@ from trainer.tools.replay.replay import (
     replaying,
     settings_of_replay,
 )
-from trainer.tools.replay.saved_run import SavedRun
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError, ConfigError
 

@@ -11,15 +11,15 @@ import pytest
 from tests.conftest import draw_figures
 from tests.trainer.tools.report.report_runs import CALLS, make_run
 from trainer.run_folder.timeline import Timeline
-from trainer.tools.report.calls import (
+from trainer.tools.report.page import write_report
+from trainer.tools.report.read import (
     TracedCall,
     last_steps,
     pools_at_work,
+    read_run,
     read_timeline,
     without_pauses,
 )
-from trainer.tools.report.page import write_report
-from trainer.tools.report.read import read_run
 
 
 def calls_of(step: int, start: float, stage: str = "") -> list[TracedCall]:

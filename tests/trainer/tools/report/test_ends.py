@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from trainer.run_folder.folder import saved_config
 from trainer.tools.migrate.systems import migrate
-from trainer.tools.replay.saved_run import SavedRun
+from trainer.tools.replay.replay import SavedRun
 from trainer.tools.report.ends import table_of_runs
 from verl_like.errors import ConfigError
 

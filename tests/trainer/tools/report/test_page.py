@@ -13,7 +13,6 @@ import pytest
 
 from tests.conftest import draw_figures
 from tests.trainer.tools.report.report_runs import make_run, metrics_of
-from trainer.tools.report.calls import last_steps, overlap_share, pools_at_work
 from trainer.tools.report.figures import (
     WINDOWS,
     _band,
@@ -23,7 +22,13 @@ from trainer.tools.report.figures import (
     running_mean,
 )
 from trainer.tools.report.page import close_run, write_report
-from trainer.tools.report.read import phase_shares, read_run
+from trainer.tools.report.read import (
+    last_steps,
+    overlap_share,
+    phase_shares,
+    pools_at_work,
+    read_run,
+)
 from verl_like.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.trainer.recipes.regression import REGRESSION
 from trainer import load_config, restarts
 from trainer.restarts import Restarts
-from trainer.tools.report.summary import describe_restarts
+from trainer.tools.report.page import describe_restarts
 from verl_like.errors import WorkerDiedError
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.tools.report.report_runs import make_run
-from trainer.tools.report.page import close_run, write_report
+from trainer.tools.report.page import advice_at_end, close_run, summary, write_report
 from trainer.tools.report.read import RunData, read_run
-from trainer.tools.report.summary import advice_at_end, summary
 
 STEP = {
     "timing_s/step": 2.0,

@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.trainer.tools.report.report_runs import make_run
 from trainer.tools.report.page import write_report
-from trainer.tools.report.thumbnails import MOST_FILES, MOST_PER_SAMPLE, PIXELS, Thumbnails
+from trainer.tools.report.read import MOST_FILES, MOST_PER_SAMPLE, PIXELS, Thumbnails
 
 
 def recorded(path: Path, sha: str | None = None) -> dict[str, str]:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tests.trainer.tools.report.report_runs import environment_turn, make_played_run, policy_turn
-from trainer.tools.report.page import write_report
+from trainer.tools.report.page import summary, write_report
 from trainer.tools.report.read import SAMPLED_STEPS, read_run
-from trainer.tools.report.summary import summary
 from trainer.tools.report.trajectories import (
     LONGEST_TURN,
     MOST_ROWS,
