@@ -69,7 +69,7 @@ ENVIRONMENT = {
 PRELOADED = [
     *("tests.rare_collections", "tests.foreign_functions", "peft"),
     *("workers.training.build_model", "tests.frozen"),
-    *("trainer.cli.check", "trainer.tools.rehearsal.rehearse"),
+    *("trainer.cli.check", "trainer.tools.rehearsal"),
 ]
 """Modules that the processes of a rehearsal have from the start."""
 MOST_WORDS = 400

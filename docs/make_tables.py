@@ -60,7 +60,7 @@ from workers.losses.kl import KL_ESTIMATORS
 from workers.losses.preference import COLUMNS as LOSS_COLUMNS
 from workers.losses.preference import PREFERENCE_LOSSES, parameters_of
 from workers.losses.value import compute_value_loss
-from workers.roles.teacher import TeacherWorker  # noqa: F401 - says what column it writes
+from workers.roles.reference import TeacherWorker  # noqa: F401 - says what column it writes
 from workers.training.optim import LR_SCHEDULES
 
 DOCS = Path(__file__).resolve().parent

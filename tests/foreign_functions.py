@@ -37,7 +37,7 @@ OTHER_MODULES = (
     "verl_like.backends.rpc",
     "workers.roles.reference",
     "workers.roles.reward_model",
-    "workers.roles.teacher",
+    "workers.roles.reference",
 )
 """Our other modules that test processes need."""
 KINDS = (types.FunctionType, types.BuiltinFunctionType, type)

@@ -40,9 +40,9 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.run_folder.tracking import Tracker as Tracker
     from trainer.run_state import RunRecipe as RunRecipe
     from trainer.sft.step import SFTTrainer as SFTTrainer
-    from trainer.tools.bisect.adapters.tinker import datum_arrays as datum_arrays
-    from trainer.tools.bisect.adapters.trl import RecordCallback as RecordCallback
-    from trainer.tools.bisect.adapters.verl import record_verl_step as record_verl_step
+    from trainer.tools.bisect.adapters import datum_arrays as datum_arrays
+    from trainer.tools.bisect.adapters import record_verl_step as record_verl_step
+    from trainer.tools.bisect.trl_callback import RecordCallback as RecordCallback
     from trainer.tools.evaluation.recipe import EVAL as EVAL
     from trainer.tools.evaluation.step import Evaluation as Evaluation
     from verl_like.calls.result import CallMetrics as CallMetrics

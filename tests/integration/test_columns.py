@@ -25,10 +25,9 @@ from workers.agents import Environment, TrajectoryEnd
 from workers.columns import COLUMNS
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticCopyWorker, CriticWorker
-from workers.roles.reference import ReferenceWorker
+from workers.roles.reference import ReferenceWorker, TeacherWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker
-from workers.roles.teacher import TeacherWorker
 from workers.training.engine import INPUTS
 
 WIDTHS = {"P": 16, "R": 8, "T": 16 + 8, "layers": 3, "choices": 2}

@@ -11,10 +11,9 @@ from verl_like.errors import MissingColumnError
 from workers.columns import COLUMNS, declared_columns, method_reads, require, select_reads
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticCopyWorker, CriticWorker
-from workers.roles.reference import ReferenceWorker
+from workers.roles.reference import ReferenceWorker, TeacherWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker
-from workers.roles.teacher import TeacherWorker
 
 
 def test_a_batch_that_has_the_columns_passes() -> None:

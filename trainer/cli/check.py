@@ -200,7 +200,7 @@ def main(arguments: Sequence[str]) -> None:
         plan = partial(full_plan, measured=options.measured, recipe=recipe, settings=settings)
         result = check(config, plan=plan if full else None)
         if options.rehearse:
-            from trainer.tools.rehearsal.rehearse import rehearse
+            from trainer.tools.rehearsal import rehearse
 
             print("\nRehearsal: two steps, a resume and an export", flush=True)
             print("", *rehearse(config), "", sep="\n", flush=True)

@@ -25,8 +25,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.func import functional_call
 
 from verl_like.errors import ConfigError
-from workers.parallel.communicate import exchange
 from workers.parallel.fsdp import cut_of_experts, experts_of
+from workers.parallel.groups import exchange
 from workers.parallel.placements import local_part
 
 NUM_ARGUMENTS = 3

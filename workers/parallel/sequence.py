@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.parallel.communicate import communicate, exchange
+from workers.parallel.groups import communicate, exchange
 
 AttendRows = Callable[..., Tensor]
 """(query, key, value, sinks, positions of the queries or None for all) -> output.

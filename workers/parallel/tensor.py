@@ -32,8 +32,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from verl_like.errors import ConfigError
-from workers.parallel.communicate import communicate
 from workers.parallel.fsdp import add_up_gradients
+from workers.parallel.groups import communicate
 from workers.parallel.placements import local_part
 from workers.parallel.vocabulary import VocabShard
 

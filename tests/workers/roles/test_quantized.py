@@ -20,10 +20,9 @@ from tests.workers.samples import (
 from workers.config import DistillationConfig, RewardConfig, TeacherModelConfig
 from workers.models.quantize import Int8Weight, is_quantized
 from workers.roles.actor import ActorWorker
-from workers.roles.reference import ReferenceWorker
+from workers.roles.reference import ReferenceWorker, TeacherWorker
 from workers.roles.reward_model import RewardModelWorker
 from workers.roles.rollout import RolloutWorker, SamplerWorker
-from workers.roles.teacher import TeacherWorker
 from workers.weights.full_weights import checksum_of
 
 

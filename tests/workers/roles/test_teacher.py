@@ -8,7 +8,7 @@ import torch
 
 from tests.workers.samples import PROMPT, make_batch, started, tiny_config
 from workers.config import teacher_model
-from workers.roles.teacher import TeacherWorker
+from workers.roles.reference import TeacherWorker
 
 
 def test_log_probs_are_the_teacher_model_s_at_the_rollout_s_temperature(tiny_dir: Path) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from trainer.observers.saved_batches import RECORD, arrays_of, batch_file, numbers_of
 from trainer.run_folder.folder import CONFIG_FILE, saved_config
-from trainer.tools.bisect.adapters.slime import slime_arrays
-from trainer.tools.bisect.adapters.verl import verl_arrays
+from trainer.tools.bisect.adapters import slime_arrays, verl_arrays
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from verl_like.files import json_objects

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainer.cli.bisect import bisect
-from trainer.tools.bisect.adapters.tinker import datum_arrays
+from trainer.tools.bisect.adapters import datum_arrays
 from trainer.tools.bisect.probes import fitting
 from trainer.tools.bisect.sides import Step, open_side
 from verl_like.record import Recorder, RecordError

@@ -54,7 +54,7 @@ def record(trainer: str, model: Path, folder: Path, **arguments: Any) -> None:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
-    from trainer.tools.bisect.adapters.trl import RecordCallback
+    from trainer.tools.bisect.trl_callback import RecordCallback
 
     further: dict[str, Any] = {}
     if trainer in ("GRPO", "RLOO"):

@@ -16,7 +16,7 @@ import pytest
 from tests.trainer.tools.rehearsal.jobs import RECIPES, settings_of, with_config
 from trainer import load_config
 from trainer.launch import check
-from trainer.tools.rehearsal.rehearse import rehearse
+from trainer.tools.rehearsal import rehearse
 
 GRPO = ("ppo", "algorithm=grpo")
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"

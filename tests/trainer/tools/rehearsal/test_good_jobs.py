@@ -8,7 +8,7 @@ import pytest
 
 from tests.trainer.tools.rehearsal.jobs import RECIPES, settings_of, with_config
 from trainer import load_config
-from trainer.tools.rehearsal.rehearse import rehearse
+from trainer.tools.rehearsal import rehearse
 
 A8 = ("trainer.n_gpus_per_node=8",)
 GPUS = ("trainer.simulate=8xH100",)

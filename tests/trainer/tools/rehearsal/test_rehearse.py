@@ -11,7 +11,7 @@ import pytest
 from tests.integration.runs import overrides
 from trainer.cli.check import main
 from trainer.launch import ALL_FOUND
-from trainer.tools.rehearsal.rehearse import time_limit
+from trainer.tools.rehearsal import time_limit
 from verl_like.errors import WaitTimeoutError
 
 
@@ -24,7 +24,7 @@ def test_the_command_rehearses_after_the_check(
     def rehearse(config: Any) -> list[str]:
         return [f"rehearsed {config.data.train_batch_size}"]
 
-    monkeypatch.setattr("trainer.tools.rehearsal.rehearse.rehearse", rehearse)
+    monkeypatch.setattr("trainer.tools.rehearsal.rehearse", rehearse)
     main(["--rehearse", *overrides(tiny_dir, tmp_path / "run", "trainer.backend=local")])
     text = capsys.readouterr().out
     assert text.index(ALL_FOUND) < text.index("rehearsed 8") < text.index("Next: start the run")
