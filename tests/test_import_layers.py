@@ -37,7 +37,7 @@ OPTIONAL = {"vllm", "flash_attn", "peft", "trackio", "wandb", "datasets", "panda
 ORDER: dict[str, list[tuple[str, ...]]] = {
     "verl_like": [
         ("errors", "record"),
-        ("balance", "files", "lazy", "masking", "registry", "tensor_ops", "terminal", "threads"),
+        ("balance", "files", "lazy", "masking", "registry", "tensor_ops", "terminal"),
         ("config_key", "remote_files"),
         ("batch",),
         ("process.info", "process.machine"),

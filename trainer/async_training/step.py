@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from trainer.async_training.checks import check_engines, check_start
+from trainer.async_training.checks import check_engines, check_start, plan_lines
 from trainer.async_training.config import AsyncConfig
 from trainer.async_training.generators import MADE_BY_GENERATORS, Generators
 from trainer.async_training.origins import GENERATOR, Origins
-from trainer.async_training.plan import plan_lines
 from trainer.async_training.topology import ANY_RANK, generator_role
 from trainer.ppo.metrics import speed
 from trainer.ppo.preparation import PPO_RUN

@@ -38,8 +38,8 @@ from typing import Any
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from trainer.async_training.checks import plan_lines
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.plan import plan_lines
 from trainer.cli.main import RECIPES, resolve_command
 from trainer.config.compose import as_object, compose_tree, is_preset, known_settings
 from trainer.config.devices import run_devices

@@ -26,12 +26,11 @@ from trainer.groups.nodes import (
     plan_on,
     require_shared_folder,
 )
-from verl_like.calls.deadlines import Deadlines
+from verl_like.calls.deadlines import Deadlines, in_daemon
 from verl_like.errors import InsufficientResourcesError, PlacementError
 from verl_like.files import write_whole
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import NodeSpec, expand_roles
-from verl_like.threads import in_daemon
 
 
 def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config.schema import RunConfig
 from trainer.groups.nodes import plan_on, require_shared_folder
-from verl_like.calls.deadlines import Deadlines
+from verl_like.calls.deadlines import Deadlines, in_daemon
 from verl_like.calls.future import gather
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.calls.transport import Transport
@@ -31,7 +31,6 @@ from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import ResourcePool, expand_roles
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
-from verl_like.threads import in_daemon
 
 if TYPE_CHECKING:
     from verl_like.backends.ray import RayResourcePool

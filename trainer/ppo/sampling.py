@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantage_inputs import compares_with_greedy
-from trainer.ppo.advantages.groups import Groups
+from trainer.ppo.advantages.estimators import Groups
 from trainer.ppo.config import AlgorithmConfig, FilterGroupsConfig, PPOConfig
 from trainer.ppo.scoring import clamp_scores
 from trainer.rollouts.rollouts import Rollouts

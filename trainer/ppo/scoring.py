@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from trainer.ppo.advantage_inputs import columns_read, estimate_advantages
-from trainer.ppo.advantages.returns import discounted_returns, is_last_inside
+from trainer.ppo.advantages.estimators import discounted_returns, is_last_inside
 from trainer.ppo.config import KLControlConfig, PPOConfig
 from trainer.ppo.filters import corrects
 from trainer.ppo.roles import ScoringCall, scoring_calls

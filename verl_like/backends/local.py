@@ -20,7 +20,7 @@ from typing import Any
 
 from verl_like.backends.rpc import ProcessTransport, Requests
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.deadlines import Deadlines
+from verl_like.calls.deadlines import Deadlines, in_daemon
 from verl_like.calls.future import wait_for_start
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
 from verl_like.calls.messages import Call, Header, Pending
@@ -31,7 +31,6 @@ from verl_like.process.child import start_child
 from verl_like.process.host import Recipes, WorkerHost, pack_recipes
 from verl_like.process.info import ONE_THREAD, ProcessInfo, checked_worker_env
 from verl_like.process.worker import Worker
-from verl_like.threads import in_daemon
 
 
 class LocalWorkerGroup(WorkerGroup):

@@ -585,13 +585,13 @@ class DataProto:
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle tensors and numeric arrays as out-of-band buffers; they arrive on the CPU."""
-        from verl_like.batch import pickling
+        from verl_like.batch import formats
 
         arrays = {}
         for name, array in self.non_tensor_batch.items():  # numpy sends contiguous ones out of band
             arrays[name] = array if array.dtype.hasobject else np.ascontiguousarray(array)
         rows = None if self._dense is None else len(self)
-        tensors = pickling.pack_columns(self.columns, int(protocol))
+        tensors = formats.pack_columns(self.columns, int(protocol))
         return _unpickled, (type(self), rows, tensors, arrays, self.meta_info, self.shard)
 
     def __copy__(self) -> Self:
@@ -627,20 +627,20 @@ class DataProto:
 
         An object that JSON cannot represent is rejected, with its column and row.
         """
-        from verl_like.batch import disk
+        from verl_like.batch import formats
 
         self.check_consistency()
         rows = None if self._dense is None else len(self)
-        disk.save(filepath, rows, self.columns, self.non_tensor_batch, self.meta_info)
+        formats.save(filepath, rows, self.columns, self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
         """Read a file of `save_to_disk`; nothing in it is executed, so its author need not be
         trusted.
         """
-        from verl_like.batch import disk
+        from verl_like.batch import formats
 
-        return disk.load(filepath, cls._of_parts)
+        return formats.load(filepath, cls._of_parts)
 
     @classmethod
     def _of_parts(
@@ -665,9 +665,9 @@ def _unpickled(
     cls: type[DataProto], rows: int | None, tensors: dict[str, Any], *others: Any
 ) -> DataProto:
     """Rebuild a pickled batch."""
-    from verl_like.batch import pickling
+    from verl_like.batch import formats
 
-    return cls._of_parts(rows, pickling.unpack_columns(tensors), *others)
+    return cls._of_parts(rows, formats.unpack_columns(tensors), *others)
 
 
 def _picked(entries: Mapping[str, T], keys: Keys, kind: str) -> dict[str, T]:

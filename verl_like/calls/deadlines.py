@@ -1,4 +1,4 @@
-"""Time limits of calls and other waits, and the clocks that watch them.
+"""Time limits of calls and other waits, clocks that watch them, and threads for blocking calls.
 
     limits = Deadlines.of({"call_s": 600.0})            # the section `timeouts`
     clock = WaitClock("the pool", limits.placement_s, limits.warn_s)
@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import logging
 import statistics
+import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
 
 from verl_like.errors import ConfigError, nearest
 
@@ -140,3 +143,23 @@ class CallTimes:
             return limits.call_s  # calls without rows do not predict a call with rows
         share = max(1.0, rows / usual_rows) if usual_rows else 1.0
         return min(limits.call_s, max(limits.min_call_s, LATE_AT * median_s * share))
+
+
+T = TypeVar("T")
+
+
+def in_daemon(name: str, call: Callable[..., T], *arguments: Any) -> Future[T]:
+    """Run a call in a daemon thread of this name, and return its future.
+
+    Unlike the threads of an executor, it does not keep the process from ending.
+    """
+    future = Future[T]()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*arguments))
+        except BaseException as error:  # noqa: BLE001 - raised by result()
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future

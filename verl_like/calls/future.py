@@ -22,12 +22,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl_like.calls.deadlines import LOOK_FROM, STACKS_S, WaitClock
+from verl_like.calls.deadlines import LOOK_FROM, STACKS_S, WaitClock, in_daemon
 from verl_like.calls.messages import NOT_HERE, Header, Pending, answer_payload
 from verl_like.calls.result import CallResult
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
-from verl_like.threads import in_daemon
 
 if TYPE_CHECKING:
     from verl_like.calls.diagnose import HangWatch

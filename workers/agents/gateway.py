@@ -45,6 +45,7 @@ import numpy as np
 from verl_like.errors import ConfigError
 from workers.agents.calls import Parser, ToolCall, call_like, parse
 from workers.agents.dialects import DIALECTS, Dialect
+from workers.agents.environment import Tool, waited
 from workers.agents.requests import (
     MODEL,
     Answers,
@@ -56,7 +57,6 @@ from workers.agents.requests import (
     read_request,
     stop_strings,
 )
-from workers.agents.tools import Tool, waited
 from workers.chats import has_images, is_image
 from workers.thoughts import REASONING, split_thoughts
 

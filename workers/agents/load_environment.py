@@ -20,8 +20,13 @@ from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
 from verl_like.registry import load_attribute, load_object
 from workers.agents.calls import FORMS, Parser, of_user, parse
-from workers.agents.environment import ENVIRONMENT_ADAPTERS, Environment, EnvironmentAdapter
-from workers.agents.tools import NO_TOOLS, Tool
+from workers.agents.environment import (
+    ENVIRONMENT_ADAPTERS,
+    NO_TOOLS,
+    Environment,
+    EnvironmentAdapter,
+    Tool,
+)
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,16 @@ from verl_like.errors import nearest
 from verl_like.process.pool import UserEnd, describe_error, packed
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
 from workers.agents.calls import call_like
-from workers.agents.environment import Environment, Observation, TrajectoryEnd, finite_reward, shown
+from workers.agents.environment import (
+    Environment,
+    Observation,
+    TrajectoryEnd,
+    answer_call,
+    finite_reward,
+    shown,
+    waited,
+)
 from workers.agents.load_environment import EnvironmentSpec, Loaded
-from workers.agents.tools import answer_call, waited
 from workers.rewards.outcome import place_of
 from workers.thoughts import split_thoughts
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from workers.agents.tools import describe_type, fits
+from workers.agents.environment import describe_type, fits
 from workers.chats import has_images, is_image, text_of
 from workers.thoughts import REASONING
 

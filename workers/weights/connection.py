@@ -24,11 +24,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from verl_like.calls.deadlines import in_daemon
 from verl_like.errors import WeightSyncError
 from verl_like.process.info import environment, new_secret
 from verl_like.process.machine import address_toward
 from verl_like.process.store import SignedStore, open_store
-from verl_like.threads import in_daemon
 from workers.weights.channel import TRANSFER_TIMEOUT, Channel, Connection, name_errors
 
 LOOPBACK = "127.0.0.1"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from trainer.async_training.checks import plan_lines
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.groups.describe import describe_devices
 from trainer.launch import nominal_placement

@@ -18,8 +18,8 @@ from tests.trainer.async_training.test_run import (
     shared_numbers,
 )
 from trainer import load_config, run
+from trainer.async_training.checks import plan_lines
 from trainer.async_training.config import AsyncConfig
-from trainer.async_training.plan import plan_lines
 from trainer.async_training.recipe import ASYNC
 from trainer.async_training.step import AsyncTrainer
 from trainer.stubs import trace_step

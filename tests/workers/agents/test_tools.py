@@ -12,9 +12,9 @@ import pytest
 from tests.workers.agents import games
 from verl_like.errors import ConfigError
 from workers.agents.calls import FORMS, call_like, forms_of, parse
+from workers.agents.environment import Tool, answer_call
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.process import Episode
-from workers.agents.tools import Tool, answer_call
 
 TOOLS = {tool.name: tool for tool in (Tool.of(games.add, "t"), Tool.of(games.divide, "t"))}
 HERE = "tests.workers.agents.games"

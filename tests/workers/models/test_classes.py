@@ -20,7 +20,7 @@ from workers.models.state import named_state
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
 from workers.rollout.vllm.setup import expected_weights
-from workers.training.checkpoints.huggingface import export_huggingface
+from workers.training.checkpoints.save_load import export_huggingface
 
 PUBLISHED = ("gemma3", "qwen2_vl", "llava", "llama4")
 """A tower next to the language model, names that conversions change, and no base model."""

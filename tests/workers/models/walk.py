@@ -31,7 +31,7 @@ from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.hf import HFRolloutEngine
 from workers.rollout.native.engine import NativeRolloutEngine
 from workers.rollout.sample import Sample
-from workers.training.checkpoints.huggingface import export_huggingface
+from workers.training.checkpoints.save_load import export_huggingface
 from workers.training.engine import INPUTS
 from workers.training.loss import Loss
 from workers.training.microbatch import MicroBatchBudget, Rows, mini_batch

@@ -7,27 +7,21 @@
 - REINFORCE with other baselines: REINFORCE++ (whitening), ReMax (greedy), ColossalChat (critic).
 
 Tensors are [rows, R], `index` is [rows]. `truncated` is [rows], a bool. Advantages and returns are
-zero outside the mask.
+zero outside the mask. In `Groups`, samples that share a prompt, `scores`, `weights` and `centered`
+are [rows]; a group's number is its place in `Groups.size`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantages.groups import Groups, Index, on_tokens, sequence_scores
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, kl_belongs_in_loss
-from trainer.ppo.advantages.returns import (
-    discounted_returns,
-    discounted_sum,
-    is_last_inside,
-    order_inside_first,
-    put_back,
-    put_in_order,
-    whiten_,
-)
 from verl_like.tensor_ops import zero_outside
 
 
@@ -500,3 +494,150 @@ def compute_gpg_outcome_advantage(
     scale = len(scores) / torch.count_nonzero(scores).clamp(min=1)
     advantages = on_tokens(centered * scale.to(scores.dtype), response_mask)
     return advantages, advantages
+
+
+Index = Sequence[Any] | np.ndarray
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Assigns rows to groups; the samples of one prompt are a group."""
+
+    of_row: Tensor
+    """[rows], int64: the number of each row's group."""
+    size: Tensor
+    """[groups]: the number of rows of each group, in the scores' dtype."""
+
+    @classmethod
+    def of(cls, index: Index, scores: Tensor) -> Groups:
+        """Group the rows with equal values of `index`."""
+        numbers: dict[Any, int] = {}
+        of_row = [numbers.setdefault(uid, len(numbers)) for uid in index]
+        group = torch.tensor(of_row, dtype=torch.int64, device=scores.device)
+        return cls(group, torch.bincount(group).to(scores.dtype))
+
+    def sum(self, scores: Tensor) -> Tensor:
+        """Return the sum of each group's scores, [groups]."""
+        return torch.zeros_like(self.size).index_add_(0, self.of_row, scores)
+
+    def size_of_row(self) -> Tensor:
+        """Return the size of each row's group, [rows]."""
+        return self.size[self.of_row]
+
+    def lowest(self, scores: Tensor) -> Tensor:
+        """Return the lowest score in each row's group, [rows]."""
+        lowest = torch.zeros_like(self.size)
+        lowest.scatter_reduce_(0, self.of_row, scores, "amin", include_self=False)
+        return lowest[self.of_row]
+
+    def centered(self, scores: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the scores minus their group's mean, in which `weights` can weight the rows.
+
+        The score of a group of one stays unchanged. Equal scores give exactly zero, because the
+        mean is computed from distances to the group's lowest score.
+        """
+        shifted = scores - self.lowest(scores)
+        if weights is None:
+            mean = self.sum(shifted) / self.size
+        else:
+            total = self.sum(weights)
+            mean = self.sum(shifted * weights) / torch.where(total > 0, total, 1)
+        return torch.where(self.size_of_row() > 1, shifted - mean[self.of_row], scores)
+
+    def std(self, centered: Tensor) -> Tensor:
+        """Return the standard deviation (n - 1) in each row's group, [rows], of centered scores."""
+        variance = self.sum(centered.square()) / (self.size - 1).clamp(min=1)
+        return variance.sqrt()[self.of_row]
+
+    def normalized(self, centered: Tensor, epsilon: float) -> Tensor:
+        """Return centered scores divided by their group's standard deviation.
+
+        The score of a group of one stays unchanged.
+        """
+        divided = centered / (self.std(centered) + epsilon)
+        return torch.where(self.size_of_row() > 1, divided, centered)
+
+
+def sequence_scores(token_level_rewards: Tensor) -> Tensor:
+    """Return one score per row, [rows]: the sum of its rewards [rows, R]."""
+    return token_level_rewards.sum(dim=-1)
+
+
+def on_tokens(scores: Tensor, response_mask: Tensor) -> Tensor:
+    """Copy each row's score to all of its tokens: [rows] -> [rows, R], zero outside the mask."""
+    return torch.where(response_mask.bool(), scores.unsqueeze(-1), 0)
+
+
+BLOCK = 64
+"""Number of tokens that one matrix product sums."""
+
+
+def order_inside_first(response_mask: Tensor) -> Tensor | None:
+    """Return the column order that moves each row's tokens inside the mask to the left.
+
+    Return None if they are there already.
+    """
+    outside = response_mask == 0
+    if not bool((outside[:, :-1] > outside[:, 1:]).any()):
+        return None
+    return outside.to(torch.uint8).argsort(dim=-1, stable=True)
+
+
+def put_in_order(column: Tensor, order: Tensor | None) -> Tensor:
+    """Return the column in the order of `order_inside_first`."""
+    return column if order is None else column.gather(-1, order)
+
+
+def put_back(column: Tensor, order: Tensor | None) -> Tensor:
+    """Undo `put_in_order`."""
+    return column if order is None else torch.empty_like(column).scatter_(-1, order, column)
+
+
+def is_last_inside(response_mask: Tensor) -> Tensor:
+    """Return a mask of each row's last token inside the mask; empty rows have none."""
+    inside = response_mask.bool()
+    num_from_here = inside.flip(-1).cumsum(-1).flip(-1)
+    return inside & (num_from_here == 1)
+
+
+def discounted_sum(terms: Tensor, decay: float) -> Tensor:
+    """Return out[t], the sum over s >= t of decay^(s - t) * terms[s].
+
+    A matrix product sums within each block; the blocks are then combined from the last to the
+    first.
+    """
+    num_rows, width = terms.shape
+    num_blocks = -(-width // BLOCK)
+    missing = num_blocks * BLOCK - width
+    padded = torch.nn.functional.pad(terms, (0, missing)) if missing else terms
+
+    steps = torch.arange(BLOCK, device=terms.device)
+    distance = steps[:, None] - steps[None, :]  # row: summed token; column: first token of the sum
+    powers = float(decay) ** distance.clamp(min=0).to(terms.dtype)
+    sums = padded.view(num_rows, num_blocks, BLOCK) @ torch.where(distance >= 0, powers, 0)
+
+    to_next_block = float(decay) ** (BLOCK - steps).to(terms.dtype)
+    for block in range(num_blocks - 2, -1, -1):
+        sums[:, block].addcmul_(sums[:, block + 1, :1], to_next_block)
+    return sums.flatten(start_dim=1)[:, :width]
+
+
+def discounted_returns(token_level_rewards: Tensor, response_mask: Tensor, gamma: float) -> Tensor:
+    """Return each token's discounted return: the sum of its own and the row's later rewards."""
+    order = order_inside_first(response_mask)
+    rewards = zero_outside(token_level_rewards, response_mask)
+    rewards = put_in_order(rewards, order)
+    return put_back(discounted_sum(rewards, gamma), order)
+
+
+def whiten_(values: Tensor, response_mask: Tensor) -> Tensor:
+    """Scale values [rows, R] in place to mean 0 and variance 1, and return them.
+
+    They must be zero outside the mask, and stay so. This needs a third of the memory traffic of an
+    out-of-place version.
+    """
+    inside = (response_mask != 0).to(values.dtype)
+    num_inside = torch.count_nonzero(inside)
+    values.sub_(values.sum() / num_inside.clamp(min=1)).mul_(inside)
+    variance = torch.linalg.vector_norm(values).square() / (num_inside - 1).clamp(min=1)
+    return values.mul_(torch.rsqrt(variance + 1e-8))

@@ -17,9 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.ppo.advantages.groups import Groups, on_tokens, sequence_scores
+from trainer.ppo.advantages.estimators import (
+    Groups,
+    is_last_inside,
+    on_tokens,
+    sequence_scores,
+    whiten_,
+)
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS
-from trainer.ppo.advantages.returns import is_last_inside, whiten_
 from trainer.tools.bisect.sides import ACTOR, Step
 from verl_like.tensor_ops import masked_mean
 from workers.config import ActorConfig

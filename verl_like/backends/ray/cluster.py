@@ -38,12 +38,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl_like.calls.deadlines import Deadlines
+from verl_like.calls.deadlines import Deadlines, in_daemon
 from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError, few
 from verl_like.placement.plan import ROUNDING
 from verl_like.placement.pools import NodeSpec
 from verl_like.process.info import ONE_THREAD, environment
-from verl_like.threads import in_daemon
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError
-from workers.agents.environment import EnvironmentAdapter
-from workers.agents.tools import Tool
+from workers.agents.environment import EnvironmentAdapter, Tool
 
 VERSION = "2025-06-18"
 """The protocol version that is requested; a server replies with a version that it supports."""

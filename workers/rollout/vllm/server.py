@@ -25,8 +25,8 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor
 
+from verl_like.calls.deadlines import in_daemon
 from verl_like.errors import RolloutError, WeightSyncError
-from verl_like.threads import in_daemon
 from workers.models.folder import read_hf_config
 from workers.rollout.base import EngineLimits, TakeBudget
 from workers.rollout.vllm.handover import Arrivals

@@ -20,9 +20,12 @@ from workers.models.lora import add_adapter, merged_tensors, save_adapter
 from workers.models.memory_shapes import meta_model
 from workers.models.quantize import quantize_base
 from workers.models.state import named_state
-from workers.training.checkpoints.huggingface import write_model_folder
 from workers.training.checkpoints.manifest import reject_changed
-from workers.training.checkpoints.save_load import reject_other_model, stored_weights
+from workers.training.checkpoints.save_load import (
+    reject_other_model,
+    stored_weights,
+    write_model_folder,
+)
 from workers.training.checkpoints.shards import read_shards, stored_tensors
 
 if TYPE_CHECKING:

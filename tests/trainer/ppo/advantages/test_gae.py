@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from trainer.ppo.advantages import returns as returns_module
+from trainer.ppo.advantages import estimators
 from trainer.ppo.advantages.estimators import compute_gae_advantage_return
 
 
 @pytest.mark.parametrize("block", [2, 3, 64])
 def test_the_block_size_changes_no_advantage(columns, block, monkeypatch):
     whole, _ = compute_gae_advantage_return(*columns, 0.9, 0.8)
-    monkeypatch.setattr(returns_module, "BLOCK", block)
+    monkeypatch.setattr(estimators, "BLOCK", block)
     advantages, _ = compute_gae_advantage_return(*columns, 0.9, 0.8)
     torch.testing.assert_close(advantages, whole)
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.trainer.tools.bisect.pairs import computed, samples
 from trainer.cli.bisect import bisect, text_of
-from trainer.ppo.advantages.returns import whiten_
+from trainer.ppo.advantages.estimators import whiten_
 from verl_like.record import Recorder
 
 PAGE = Path(__file__).parents[4] / "docs" / "my_curves_differ.md"

@@ -22,7 +22,7 @@ from verl_like.errors import CheckpointError
 from workers.config import OptimConfig, WorkersConfig
 from workers.roles.actor import ActorWorker
 from workers.roles.critic import CriticWorker
-from workers.training.checkpoints.huggingface import export_huggingface
+from workers.training.checkpoints.save_load import export_huggingface
 
 ROWS = 4
 EVERYTHING = ["model", "optimizer", "extra", "hf_model"]
