@@ -9,7 +9,8 @@ import pytest
 
 from tests.trainer.recipes.regression import RegressionTrainer
 from tests.trainer.test_loop import config as regression
-from trainer import recovery, run
+from trainer import run
+from trainer.groups import cluster
 
 
 def drained_run(
@@ -20,11 +21,11 @@ def drained_run(
     class Notified(RegressionTrainer):
         def step(self) -> dict[str, float]:
             if self.global_step == 2:
-                monkeypatch.setattr(recovery, "pools_to_move", lambda *_: {"student_pool": left_s})
+                monkeypatch.setattr(cluster, "pools_to_move", lambda *_: {"student_pool": left_s})
                 self.run.checkpoints.took_s["write"] = 20.0
             return super().step()
 
-    monkeypatch.setattr(recovery, "can_move", lambda *_: False)
+    monkeypatch.setattr(cluster, "can_move", lambda *_: False)
     run(regression(folder, "split", total_training_steps=4, **settings), Notified)
     return sorted(int(path.name.split("_")[-1]) for path in folder.glob("global_step_*"))
 
