@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-from workers.rollout.vllm.setup import NOT_RUN
 
 RESULTS = Path(__file__).resolve().parent / "data" / "models.json"
 NOT_CHAT_MODELS = (
@@ -42,10 +40,7 @@ def read_results() -> dict[str, Outcome | None]:
     return results
 
 
-HEAD = (
-    "| Starts | As plain torch | Rows | `native` | vLLM | Images | Model types |\n"
-    "|---|---|---|---|---|---|---|"
-)
+HEAD = "Rows|`native`|vLLM|Model types\n---|---|---|---"
 NATIVE = {"yes": "yes", "hf": "no"}
 
 
@@ -55,43 +50,33 @@ def model_table() -> str:
     tested = {case: outcome for case, outcome in results.items() if outcome and "+" not in case}
     shown = {case: tested[case] for case in sorted(tested) if case not in NOT_CHAT_MODELS}
     rows: dict[tuple[str, ...], list[str]] = {}
-    for case, outcome in shown.items():
-        layout, _, native, export = outcome[:4]
-        starts = outcome[4] if len(outcome) > 4 else "not tried"
+    rejected = []
+    for case, (layout, _, native, export, starts, *vllm) in shown.items():
         if layout == "rejected" or starts == "rejected":
-            cells: tuple[str, ...] = ("rejected", "–", "–", "–", "–", "–")
+            rejected.append(case)
         else:
-            assert export == "yes", f"{case}: the page says so"
-            images = IMAGES.get(case, "not tried")
-            vllm = outcome[5] if len(outcome) > 5 else VLLM[case]
-            cells = (starts, "yes", layout, NATIVE[native], vllm, images)
-        rows.setdefault(cells, []).append(f"`{case}`")
-    order = sorted(rows, key=lambda cells: ("yes not tried rejected".find(cells[0]), cells[1:]))
-    lines = [f"| {' | '.join(cells)} | {', '.join(rows[cells])} |" for cells in order]
-    return "\n".join(
-        [HEAD, *lines, "", _exceptions(shown), "", _not_in_vllm(), "", _not_tested(results)]
-    )
-
-
-def _exceptions(shown: Mapping[str, Outcome]) -> str:
-    """Name the models that a checkpointed pass rejects."""
-    without = [f"`{c}`" for c, row in shown.items() if row[0] != "rejected" and row[1] != "yes"]
-    return f"Gradient checkpointing is rejected for {', '.join(without)}."
-
-
-def _not_in_vllm() -> str:
-    """Say why vLLM does not run small models that start."""
-    reasons = [
-        f"{difference.reason} ({', '.join(f'`{case}`' for case in cases.split())})"
-        for cases, difference in NOT_RUN.items()
-    ]
-    return f"vLLM 0.32 does not run a model, because {'; or because '.join(reasons)}."
-
-
-def _not_tested(results: Mapping[str, Outcome | None]) -> str:
+            assert (export, starts) == ("yes", "yes"), f"{case}: the page says so"
+            cells = (layout, NATIVE[native], vllm[0] if vllm else VLLM[case])
+            rows.setdefault(cells, []).append(case)
+    lines = [f"{'|'.join(cells)}|{_names(rows[cells])}" for cells in sorted(rows)]
+    images: dict[str, list[str]] = {}
+    for case, layout in IMAGES.items():
+        images.setdefault(layout, []).append(case)
+    layouts = [f"{_names(sorted(cases))} ({layout})" for layout, cases in images.items()]
+    unchecked = [c for c in shown if c not in rejected and shown[c][1] != "yes"]
     unknown = [case for case, outcome in results.items() if outcome is None]
-    names = [f"`{case}`" for case in unknown if case not in NOT_CHAT_MODELS]
-    return (
-        "Not tested, because transformers does not build them from a small configuration alone, or "
-        f"only with `timm` (`fast_vlm`, `gemma3n`, `perception_lm`): {', '.join(names)}."
+    return "\n\n".join(
+        [
+            "\n".join([HEAD, *lines]),
+            f"**Rejected** by `verl-like check`: {_names(rejected)}.",
+            f"**Rows with images** were tested for {', '.join(layouts)}.",
+            f"**Gradient checkpointing** is rejected for {_names(unchecked)}.",
+            "**Not tested**, because transformers does not build them from a small configuration "
+            "alone, or only with `timm` (`fast_vlm`, `gemma3n`, `perception_lm`): "
+            f"{_names(case for case in unknown if case not in NOT_CHAT_MODELS)}.",
+        ]
     )
+
+
+def _names(cases: Iterable[str]) -> str:
+    return ", ".join(f"`{case}`" for case in cases)
