@@ -40,8 +40,7 @@ from trainer.api.flat_names import OF_PPO, OF_ROWS
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.ppo import verl_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
 from trainer.ppo.config import PPOConfig

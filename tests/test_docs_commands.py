@@ -28,7 +28,7 @@ from trainer.cli import main, plan
 from trainer.config.checks import check_fields
 from trainer.config.compose import as_object, compose_tree, known_settings
 from trainer.config.keys import config_keys, known_arguments, named_keys, read
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.config.settings import jobs_of, unknown_key
 from trainer.launch import ALL_FOUND, nominal_placement
 from trainer.ppo.verl_keys import renamed

@@ -28,8 +28,7 @@ import hydra
 
 from trainer.config.compose import known_settings, load_config, register
 from trainer.config.devices import run_devices
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import jobs_of, unknown_key
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import replace_keys

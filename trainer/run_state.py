@@ -10,7 +10,7 @@ A `RunRecipe` prepares and prints things around its stages, and says what report
     class SFTTrainer(RowTrainer[LMRow]):
         recipe = RunRecipe(role="sft", stages=("data", "update"), describe=describe, ...)
 
-`trainer.config.recipe.Recipe` is the recipe as the configuration sees it. The stages, which users
+`trainer.config.schema.Recipe` is the recipe as the configuration sees it. The stages, which users
 subclass, are a `trainer.loop.Trainer`.
 """
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.async_training.samplers import SelectedBatch as SelectedBatch
     from trainer.async_training.samplers import select_chunks as select_chunks
     from trainer.async_training.samplers import urgent_chunks_first as urgent_chunks_first
-    from trainer.config.recipe import Recipe as Recipe
-    from trainer.config.recipe import placement_presets as placement_presets
     from trainer.config.schema import TRACKERS as TRACKERS
+    from trainer.config.schema import Recipe as Recipe
     from trainer.config.schema import RunConfig as RunConfig
+    from trainer.config.schema import placement_presets as placement_presets
     from trainer.loop import Trainer as Trainer
     from trainer.ppo.advantages.estimators import (
         compute_grpo_outcome_advantage as compute_grpo_outcome_advantage,

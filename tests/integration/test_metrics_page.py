@@ -10,7 +10,7 @@ import pytest
 from tests.integration.runs import FEW_ROWS, lines, overrides, overrides_on_rows, write_jsonl
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL

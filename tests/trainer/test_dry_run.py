@@ -16,7 +16,7 @@ import torch
 from tests.integration.runs import overrides
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.data import files
 from trainer.launch import ALL_FOUND
 from trainer.ppo.recipe import PPO

@@ -19,7 +19,7 @@ from tests.trainer.async_training.test_lost_processes import of_training
 from tests.trainer.process_backends import BACKENDS, start_processes
 from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL

@@ -15,7 +15,7 @@ from tests.trainer.dying_in_sync import ORDER, PLACES, Receiver
 from tests.trainer.process_backends import BACKENDS, start_processes
 from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.rollouts import rollouts
 

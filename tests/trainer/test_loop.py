@@ -19,7 +19,7 @@ import pytest
 from tests.integration.runs import calls, lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from trainer import load_config, run
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import SIGNALS, RunInterrupted
 from verl_like.config_key import replace_keys

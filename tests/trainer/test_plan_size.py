@@ -10,7 +10,7 @@ import pytest
 from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.launch import describe_plan, nominal_placement, trainer_class
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT

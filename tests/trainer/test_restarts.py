@@ -22,7 +22,7 @@ from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from tests.trainer.test_loop import config as regression
 from trainer import lost_groups, restarts, run
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.lost_groups import restart_groups
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.signals import RunInterrupted, StopSignals

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from trainer.config.key_errors import SYNONYMS, no_such_key
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.config.settings import flat_settings, unknown_key
 from verl_like.errors import ConfigError, did_you_mean, nearest
 

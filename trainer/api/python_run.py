@@ -25,8 +25,7 @@ from trainer.api.inputs import (
 )
 from trainer.config.compose import checked_config
 from trainer.config.devices import run_devices
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.unused_keys import unused_reason
 from trainer.data.files import folders_of, good_rows

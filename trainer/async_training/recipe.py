@@ -28,7 +28,7 @@ from trainer.async_training.config import (
 from trainer.async_training.topology import CRITIC_COPY, TRAINER_POOL, counts, generator_pool
 from trainer.config.devices import run_devices
 from trainer.config.keys import read
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from trainer.ppo.recipe import complete as complete_ppo
 from verl_like.config_key import replace_keys

@@ -44,8 +44,7 @@ from trainer.cli.main import RECIPES, resolve_command
 from trainer.config.compose import as_object, compose_tree, is_preset, known_settings
 from trainer.config.devices import run_devices
 from trainer.config.keys import flatten, leaf_keys, read
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import keys_set
 from trainer.config.unused_keys import unused_reason
 from trainer.launch import check, describe_plan, describe_saving, nominal_placement, trainer_class

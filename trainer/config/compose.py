@@ -28,8 +28,7 @@ from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
 from trainer.config.keys import keys_by_name, read
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import (
     as_text,
     flat_settings,

@@ -20,7 +20,7 @@ from trainer.config.keys import (
     leaf_keys,
     named_keys,
 )
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from verl_like.errors import did_you_mean, nearest
 
 SYNONYMS = {

@@ -23,7 +23,7 @@ from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
 from trainer.config.keys import Key, config_keys, keys_by_name, named_keys
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from verl_like.errors import ConfigError, nearest
 
 PLAIN_TEXT = re.compile(r"[A-Za-z_/][\w./@-]*", re.ASCII)

@@ -18,8 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config.devices import run_devices, with_simulated
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.config.unused_keys import notice_of, without_unread
 from verl_like.config_key import freeze, replace_keys
 from verl_like.errors import ConfigError, nearest

@@ -14,8 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainer.config.compose import as_object, compose_tree
 from trainer.config.keys import Key, field_docs, keys_by_name, leaf_keys, named_keys
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import keys_of
 from trainer.config.settle import settle
 from trainer.config.unused_keys import unused_reason

@@ -36,8 +36,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from trainer.config import compose
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, wants_kl_in_loss
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.verl_keys import settings_of_configuration, translate

@@ -10,8 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config.recipe import Recipe, placement_presets
-from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.config.schema import Recipe, RunConfig, TrainerConfig, placement_presets
 from trainer.ppo.config import AlgorithmConfig
 from trainer.ppo.verl_keys import translate
 from verl_like.config_key import Section, config_field

@@ -28,7 +28,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config.recipe import Recipe, placement_presets
+from trainer.config.schema import Recipe, placement_presets
 from trainer.data.config import ValidatingTrainerConfig
 from trainer.rows.config import OPTIMIZERS, RowConfig, check_rows_config, trainer_section
 from verl_like.config_key import config_field

@@ -13,7 +13,7 @@ from tests.trainer.async_training.test_run import ledger_of, shared_numbers
 from trainer.async_training.buffer import LOST
 from trainer.async_training.recipe import ASYNC
 from trainer.config.compose import load_config
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.launch import run
 from trainer.ppo.recipe import PPO
 from trainer.rollouts.turns import ENVIRONMENTS

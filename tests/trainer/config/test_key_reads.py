@@ -9,7 +9,7 @@ import pytest
 from tests.import_graph import PACKAGES, sources
 from trainer.async_training.recipe import ASYNC
 from trainer.config.keys import leaf_keys
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL

@@ -10,8 +10,7 @@ import pytest
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.config.keys import config_keys, field_docs, leaf_keys
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.config.show import keys_left_out, without_keys
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO

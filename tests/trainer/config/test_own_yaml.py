@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.recipe_command import run_command
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from trainer import PPOConfig, load_config
-from trainer.config.recipe import Recipe, placement_presets
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig, placement_presets
 from verl_like.config_key import ReadWhen, config_field
 from verl_like.errors import ConfigError
 

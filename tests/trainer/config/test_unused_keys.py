@@ -10,7 +10,7 @@ import pytest
 from tests.forked import run_program
 from tests.integration.runs import overrides
 from trainer import load_config, main_ppo
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.config.recipe import Recipe, placement_presets
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig, placement_presets
 from trainer.loop import Trainer
 from trainer.run_folder.metrics import reduce_metrics
 from trainer.run_state import Metrics, Run, RunRecipe

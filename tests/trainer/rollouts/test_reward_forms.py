@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration.runs import POLICY_ALONE, lines
 from trainer import load_config, run
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.config.settings import overrides_of
 from trainer.ppo.recipe import PPO
 from trainer.tools.evaluation.recipe import EVAL

@@ -12,7 +12,7 @@ import pytest
 from tests.integration.runs import POLICY_ALONE
 from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.tools.evaluation.recipe import EVAL
 from verl_like.errors import ConfigError

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from tests.integration.runs import overrides
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from trainer.rollouts.rollouts import Rollouts, join_results, replaceable_roles

@@ -10,7 +10,7 @@ import pytest
 from tests.integration.runs import numbers, overrides_on_rows, write_jsonl
 from trainer import run
 from trainer.config.compose import load_config
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.sft.recipe import SFT

@@ -133,7 +133,7 @@ def test_bits_depend_neither_on_stored_keys_nor_on_other_trajectories(
     case.module.float()
     expected = play(case, tmp_path, "native", host)
     assert_same_bits(play(case, tmp_path, "native", host, num_open=3), expected)
-    monkeypatch.setattr("workers.rollout.native.scheduler.with_states", lambda entry, *_: entry)
+    monkeypatch.setattr("workers.rollout.native.engine.with_states", lambda entry, *_: entry)
     assert_same_bits(play(case, tmp_path, "native", host, num_open=1), expected)
 
 

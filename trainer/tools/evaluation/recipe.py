@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer.config.recipe import Recipe, placement_presets
-from trainer.config.schema import RunConfig, TrainerConfig
+from trainer.config.schema import Recipe, RunConfig, TrainerConfig, placement_presets
 from trainer.data.config import DataConfig
 from trainer.ppo.recipe import NO_REWARD_MODEL, extra_roles
 from trainer.ppo.verl_keys import translate

@@ -18,8 +18,7 @@ from typing import Any
 from trainer.async_training.recipe import ASYNC
 from trainer.config.compose import load_config
 from trainer.config.keys import config_keys
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.config.unused_keys import unused_reason
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO

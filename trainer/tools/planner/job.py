@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from trainer.config import compose
 from trainer.config.devices import GIB_OF_GPUS
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.config.settings import overrides_of
 from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import role_models

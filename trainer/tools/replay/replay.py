@@ -21,8 +21,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.recipe import Recipe
-from trainer.config.schema import RunConfig
+from trainer.config.schema import Recipe, RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
 from trainer.loop import Loop, Trainer

@@ -12,7 +12,7 @@ from tests.integration.test_images import overrides as overrides_on_images
 from tests.integration.test_images import write_rows
 from tests.workers.models.vision import write_model
 from trainer.async_training.recipe import ASYNC
-from trainer.config.recipe import Recipe
+from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL

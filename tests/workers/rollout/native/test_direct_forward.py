@@ -12,7 +12,7 @@ import torch
 
 from tests.workers.rollout_engines import trainer_log_probs
 from workers.rollout.base import EngineLimits, SamplingParams
-from workers.rollout.native import direct_forward, scheduler
+from workers.rollout.native import direct_forward
 from workers.rollout.native import engine as native_rollout
 from workers.rollout.native.direct_forward import DirectForward, agrees, is_llama_shaped
 from workers.rollout.native.engine import NativeRolloutEngine
@@ -163,7 +163,7 @@ def test_the_length_of_other_samples_changes_no_bit(
 
 @pytest.mark.parametrize(("least", "fewest"), [(4, [4, 8]), (16, [])])
 def test_passes_have_few_sizes_and_few_unused_rows(least: int, fewest: list[int]) -> None:
-    sizes = {count: scheduler.rows_of_pass(count, least) for count in range(1, 1025)}
+    sizes = {count: engine.rows_of_pass(count, least) for count in range(1, 1025)}
     for count, size in sizes.items():
         assert max(least, count) <= size < max(2 * count, count + 16, least + 1)
     assert sorted(set(sizes.values())) == [*fewest, *range(16, 1025, 16)]
