@@ -65,7 +65,7 @@ def called(name: str, target: Any) -> str:
     signature = inspect.signature(target)
     shown = [p for p in signature.parameters.values() if p.name not in ("self", "cls")]
     line = f"{name}({', '.join(map(described, shown))})"
-    if inspect.isfunction(target) and signature.return_annotation not in ("None", "Any"):
+    if inspect.isfunction(target) and signature.return_annotation not in ("None", "Any", "Self"):
         line += f" -> {signature.return_annotation}"
     return line
 

@@ -312,21 +312,21 @@ def estimator_table() -> str:
             with_values if "values" in card.columns else with_group if is_of_group else with_others
         )
         kind.append(card)
-    links = [[compared, _links("estimator", cards)] for compared, cards in rows.items()]
+    links = [[compared, _links(cards)] for compared, cards in rows.items()]
     return _list(links)
 
 
 def policy_loss_list() -> str:
     """The policy losses, with links to their cards."""
-    return f"{_links('policy_loss', policy_loss_cards())}."
+    return f"{_links(policy_loss_cards())}."
 
 
-def _links(kind: str, cards: list[Card]) -> str:
+def _links(cards: list[Card]) -> str:
     """Names that lead to cards, with the other names of each."""
     parts = []
     for card in cards:
         others = f" ({_code(card.names[1:])})" if card.names[1:] else ""
-        parts.append(f"{_link_to_card(kind, card.names[0])}{others}")
+        parts.append(f"{_link_to_card(card.names[0])}{others}")
     return ", ".join(parts)
 
 
@@ -446,25 +446,25 @@ PRESET_KL = {
 
 def estimator_card_list() -> str:
     """A card for each advantage estimator."""
-    return _algorithm_cards("estimator", estimator_cards())
+    return _algorithm_cards(estimator_cards())
 
 
 def policy_loss_card_list() -> str:
     """A card for each policy loss."""
-    return _algorithm_cards("policy_loss", policy_loss_cards())
+    return _algorithm_cards(policy_loss_cards())
 
 
-def _algorithm_cards(kind: str, cards: list[Card]) -> str:
-    """What two are watched by stands at the first."""
+def _algorithm_cards(cards: list[Card]) -> str:
+    """Return the cards; one refers to an earlier card that has the same to watch."""
     parts, said = [], dict[str, str]()
     for card in cards:
         first = said.setdefault(card.watch, card.names[0])
         watch = card.watch if first == card.names[0] else f"as for `{first}`."
-        parts.append(_algorithm_card(kind, card._replace(watch=watch)))
+        parts.append(_algorithm_card(card._replace(watch=watch)))
     return "\n\n".join(parts)
 
 
-def _algorithm_card(kind: str, card: Card) -> str:
+def _algorithm_card(card: Card) -> str:
     facts = [f"**Source:** {' '.join(card.source.split())}"]
     if keys := [
         key.removeprefix("actor_rollout_ref.actor.") for key in card.keys if key != LOSS_AGG_MODE
@@ -474,14 +474,11 @@ def _algorithm_card(kind: str, card: Card) -> str:
     if card.names[1:]:
         facts.insert(0, f"**Also called:** {_code(card.names[1:])}")
     prose = [text for text in card.formula.split("\n\n") if not text.startswith("    ")]
-    return "\n\n".join([f"### {HEADINGS[kind]} `{card.names[0]}`", *prose, "  \n".join(facts)])
+    return "\n\n".join([f"### `{card.names[0]}`", *prose, "  \n".join(facts)])
 
 
-HEADINGS = {"estimator": "Estimator", "policy_loss": "Loss"}
-
-
-def _link_to_card(kind: str, name: str) -> str:
-    return f"[`{name}`](cards.md#{HEADINGS[kind].lower()}-{name})"
+def _link_to_card(name: str) -> str:
+    return f"[`{name}`](cards.md#{name})"
 
 
 def _formula_and_source(algorithm: Callable[..., Any]) -> tuple[str, str]:

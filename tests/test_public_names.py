@@ -104,7 +104,7 @@ def test_the_api_pages_show_all_parameters_with_types_or_defaults() -> None:
         "`Observation(text: str, reward=0.0, images=())`",
         "`Environment.step(text: str)`",
         "`RunResult.model_folder`",
-        "`DataProto.repeat(repeat_times=2, interleave=True) -> Self`",
+        "`DataProto.repeat(repeat_times=2, interleave=True)`",
     ]
     pages = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in API)
     assert [line for line in lines if f"\n{line}  \n" not in pages] == []

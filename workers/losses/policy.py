@@ -129,7 +129,7 @@ def compute_policy_loss_sapo(
 
     At r = 1, its gradient equals the policy gradient; it fades as r moves away from 1. tau is
     `tau_pos` where A > 0. Elsewhere it is `tau_neg`, by default larger, so that the gradient fades
-    faster for tokens whose probability is reduced. The paper uses `seq-mean-token-mean`.
+    faster for tokens whose probability is reduced.
 
     Watch: If `actor/ppo_kl` grows while `actor/grad_norm` falls, lower the learning rate, or use
     fewer mini-batches per step.
@@ -259,8 +259,7 @@ def compute_policy_loss_geo_mean(
 
     A is the mean of the sequence's advantages. log r is at most `clip_ratio_high` where the
     advantage is positive, and at least `-clip_ratio_low` where it is negative; it counts as 0 where
-    the advantage is 0. Every token gets the loss of its sequence. The paper uses
-    `seq-mean-token-mean` and clips at 0.4.
+    the advantage is 0. Every token gets the loss of its sequence.
 
     Watch: If `actor/pg_clipfrac` or `actor/pg_clipfrac_lower` (fractions of tokens clipped at the
     upper or lower bound) is above a few percent, lower the learning rate, or use fewer mini-batches
@@ -302,9 +301,8 @@ def compute_policy_loss_gspo(
     """PPO's clipped loss with the ratio of the sequence: the geometric mean of its token ratios.
 
     This is the paper's token-level form: the value is that of the sequence ratio, and each token
-    contributes its own gradient. The paper uses `seq-mean-token-mean` and clips at 3e-4 and 4e-4.
-    LUSPO, registered as `luspo`, is the same loss with `loss_agg_mode=seq-mean-token-sum`, which
-    weights each sequence by its number of tokens. Set this key as well.
+    contributes its own gradient. LUSPO (`luspo`) is this loss with
+    `loss_agg_mode=seq-mean-token-sum`, which weights each sequence by its number of tokens.
 
     Watch: `actor/pg_clipfrac` is usually 0.1 or more. If it is 0, the clip range is too wide for
     sequence ratios: set `clip_ratio_low` and `clip_ratio_high`.

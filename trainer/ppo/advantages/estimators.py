@@ -143,8 +143,8 @@ def compute_grpo_passk_outcome_advantage(
     The lead is divided by the group's standard deviation, unless `norm_adv_by_std_in_grpo=false`. A
     tie for the best score gives 0. A group of one sample keeps its raw score.
 
-    Watch: If `actor/grad_norm` is near 0, the best samples tie: use scores that seldom tie, or
-    `grpo`. If `actor/entropy` falls, the reason may be that no advantage is negative: use `grpo`.
+    Watch: If `actor/grad_norm` is near 0, the best samples tie. If `actor/entropy` falls, it may be
+    because no advantage is negative. Use `grpo` in both cases.
 
     Source: arXiv 2503.19595
     """
@@ -183,8 +183,8 @@ def compute_gdpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The weighted sum of the GRPO advantages of each reward, then whitened.
 
-    `named_rewards` has the shape [rows, rewards]. A missing reward (nan) counts as the mean of its
-    group's other rewards. A group of one sample keeps its raw rewards.
+    A missing reward (nan) counts as the mean of its group's other rewards. A group of one sample
+    keeps its raw rewards.
 
     Watch: If `reward/<name>/mean` stays flat while others rise, raise the weight of that reward, or
     drop it.
@@ -270,10 +270,9 @@ def compute_optimal_token_baseline_advantage(
     """The return G of token t minus the W-weighted mean of G over the t-th tokens of its group.
 
     W is the sum over the tokens so far of `1 - 2 p + sum(p^2 over the vocabulary)`: the squared
-    norm of the gradient of log p with respect to the logits. t counts only tokens inside the mask,
-    as in verl's `tir_optimal_token_baseline`. A token that only one of several samples reaches gets
-    0 (in verl, its raw return). A group of one sample keeps its raw returns. W ignores importance
-    weights.
+    norm of the gradient of log p with respect to the logits, without importance weights. t counts
+    only tokens inside the mask. A token that only one of several samples reaches gets 0 (in verl,
+    its raw return). A group of one sample keeps its raw returns.
 
     Watch: If `actor/grad_norm` is not lower and steadier than with `rloo` or `grpo`, W is nearly
     equal for all samples: use one of those two.
@@ -360,8 +359,6 @@ def compute_remax_outcome_advantage(
     token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The token's undiscounted return minus the score of the prompt's greedy response.
-
-    `reward_baselines` has the shape [rows].
 
     Watch: If `critic/advantages/mean` stays below 0, lower `rollout.temperature`.
 
