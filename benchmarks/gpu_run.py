@@ -169,11 +169,11 @@ def predict(tiny: bool) -> dict[str, dict[str, float]]:
                 seconds = recorder.seconds(gpus[other], job.compiled)
                 predictions[other][f"{part}: {name}"] = seconds
     tokens = {cached: roofline.decoded_token(*decoding(tiny, cached)) for cached in (*CACHED, 640)}
-    with roofline.Recorder() as hashing:
+    with roofline.OperationRecorder() as hashing:
         published(roofline.META, 0, "tiny" if tiny else "7b")
     samplings = {}
     for num_rows, (name, settings) in product((64, 256, 1024), SAMPLING.items()):
-        with roofline.Recorder() as samplings[f"sampling: {num_rows} rows, {name}"]:
+        with roofline.OperationRecorder() as samplings[f"sampling: {num_rows} rows, {name}"]:
             roofline.sample(num_rows, **settings)
     for kind, gpu in gpus.items():
         seconds = predictions[kind]

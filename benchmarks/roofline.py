@@ -37,7 +37,7 @@ from trainer.tools.planner.recorder import (
     H100,
     META,
     Operation,
-    Recorder,
+    OperationRecorder,
     fused,
     move_buffers,
     on_meta,
@@ -52,11 +52,11 @@ def actor(folder: Path, job: Job) -> Any:
     return worker
 
 
-def record(job: Job, call: str) -> Recorder:
+def record(job: Job, call: str) -> OperationRecorder:
     """Return what an update, or a pass for log-probs, does on the device."""
-    recorder = Recorder()
+    recorder = OperationRecorder()
     with tempfile.TemporaryDirectory() as folder, on_meta():
-        with Recorder():  # a short pass through compiled layers asks for numbers
+        with OperationRecorder():  # a short pass through compiled layers asks for numbers
             worker = actor(Path(folder), job)
         data = rows_of(job)
         with recorder:
@@ -72,14 +72,14 @@ def policy(size: str, layers: int = 0) -> Any:
     return move_buffers(module)
 
 
-def decoded_token(size: str, num_rows: int, prompt: int, layers: int = 0) -> Recorder:
+def decoded_token(size: str, num_rows: int, prompt: int, layers: int = 0) -> OperationRecorder:
     """Return what the native engine does for one more token of every row."""
     return records.decoded_token(policy(size, layers), num_rows, prompt)
 
 
 def of_function(run: Callable[[], Any]) -> float:
     """Return the milliseconds of the device for a function over tensors on the meta device."""
-    with Recorder() as recorder:
+    with OperationRecorder() as recorder:
         run()
     return 1e3 * device_seconds(recorder.operations)
 
@@ -105,7 +105,7 @@ def head_log_probs(compiled: bool, backward: bool) -> float:
 
     logits = torch.empty(1024, 151936, device=META, dtype=torch.bfloat16).requires_grad_()
     labels = torch.empty(1024, dtype=torch.long, device=META)
-    with on_meta(), Recorder() as recorder:
+    with on_meta(), OperationRecorder() as recorder:
         numbers = logprobs_and_entropy_from_logits(
             logits, labels, fused=compiled, inplace_backward=True
         )
@@ -119,9 +119,9 @@ def needed_flops(job: Job) -> float:
     from workers.training import mfu
     from workers.training.microbatch import MicroBatchBudget
 
-    with tempfile.TemporaryDirectory() as folder, on_meta(), Recorder():
+    with tempfile.TemporaryDirectory() as folder, on_meta(), OperationRecorder():
         engine = actor(Path(folder), job).engine
-    engine.cut(engine.take(rows_of(job)).columns, MicroBatchBudget(tokens=job.tokens))
+    engine.cut(engine.select_rows(rows_of(job)).columns, MicroBatchBudget(tokens=job.tokens))
     return mfu.needed_flops(engine, True)
 
 
@@ -130,7 +130,7 @@ def host_ms(job: Job) -> dict[str, float]:
     from workers.training.microbatch import MicroBatchBudget, mini_batch
 
     with tempfile.TemporaryDirectory() as folder, on_meta():
-        with Recorder():
+        with OperationRecorder():
             worker = actor(Path(folder), job)
         engine, data, best = worker.engine, rows_of(job), dict[str, float]()
         columns, budget = worker.objective(data).loss.columns, MicroBatchBudget(tokens=job.tokens)
@@ -142,7 +142,7 @@ def host_ms(job: Job) -> dict[str, float]:
             return result
 
         for _ in range(5):
-            taken = timed("take", lambda: engine.take(data, columns))
+            taken = timed("select rows", lambda: engine.select_rows(data, columns))
             batch = timed("mini-batch", lambda rows=taken: mini_batch(rows, 0, 1, None))
             _, batches = timed("micro-batches", lambda of=batch: engine.prepare(of, budget))
             timed("first feed", lambda rows=batches[0][0]: engine.reading.feeds(rows))

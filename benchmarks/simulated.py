@@ -269,7 +269,7 @@ class Workers(Simulated):
         if call.method == GENERATE:
             return sampled(arguments[0], self.version)
         if call.method in METRICS:
-            return None, {"metrics": METRICS[call.method], "returned": form.METRICS}
+            return None, {"metrics": METRICS[call.method], "returned": form.ONLY_METRICS}
         if call.method == "update_weights":
             self.version = arguments[0]
             return SyncReport(num_bytes=SENT_BYTES), {}
@@ -293,7 +293,7 @@ def scored(data: DataProto, names: Sequence[str]) -> Answer:
     numbers = torch.linspace(-1.0, -0.1, len(mask.values))
     payload = DataProto.from_dict({name: mask.with_values(numbers) for name in names})
     fields = {"metrics": {"perf/mfu/actor_infer": 0.4}} if len(names) > 1 else {}
-    return batch_answer(payload, data, form.BOTH if fields else form.BATCH, **fields)
+    return batch_answer(payload, data, form.WITH_METRICS if fields else form.ONLY_BATCH, **fields)
 
 
 def sampled(data: DataProto, version: int) -> Answer:
@@ -309,4 +309,4 @@ def sampled(data: DataProto, version: int) -> Answer:
     samples = [drawn(sample) for sample in read_samples(data, PROMPT, of_name)]
     pad = int(data.meta_info["pad_token_id"])
     samples += [Sample([pad], finish_reason="pad")] * (len(data) - len(samples))
-    return batch_answer(to_batch(samples, (PROMPT, RESPONSE), pad, version), data, form.BATCH)
+    return batch_answer(to_batch(samples, (PROMPT, RESPONSE), pad, version), data, form.ONLY_BATCH)

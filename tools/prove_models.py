@@ -301,7 +301,7 @@ def head_in_chunks(model: Any) -> str:
     labels = tokens.view(2, 12).roll(-1, dims=1)[feed.reads]
     weights = [weight for weight in model.parameters() if weight.requires_grad]
 
-    compute = functools.partial(columns_of_logits, wanted=TokenOutputs(0.7, entropy=True))
+    compute = functools.partial(columns_of_logits, token_outputs=TokenOutputs(0.7, entropy=True))
     numbers: list[list[Tensor]] = []
     with torch.enable_grad():
         for at_once in (True, False):
@@ -421,7 +421,7 @@ def replayed_routing(model: Any) -> str:
         with routers.recording() as noted, routers.replaying():
             routers.replay(chosen)
             logits = model(ids, use_cache=False).logits
-        return logits, noted.take()
+        return logits, noted.pop_choices()
 
     logits, chosen = logits_of(None)
     if not torch.equal(logits_of(chosen)[0], logits):

@@ -33,7 +33,7 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.dispatch import Registration
 from verl_like.calls.group import BoundMethod, WorkerGroup
-from verl_like.calls.messages import BOTH, METRICS
+from verl_like.calls.messages import ONLY_METRICS, WITH_METRICS
 from verl_like.calls.result import CallResult
 from verl_like.config_key import replace_keys
 from verl_like.placement.pools import expand_roles
@@ -306,19 +306,19 @@ class StubMethod(BoundMethod):
         method, group = self.call.method, self.group
         if method == "submit":
             group.submitted += batches
-        if method == "take":
+        if method == "collect":
             rows, group.submitted = group.submitted, []
             return [sampled(DataProto.concat(rows), group.config)]
         if method == "generate_sequences":
             return sampled(batches[0], group.config)
         if not self.mode.returns_batch:
             return self.collect_fn(group, [default_of(self.function)])
-        if self.mark.returns == METRICS:
+        if self.mark.returns == ONLY_METRICS:
             return {}
         declared = declared_columns(group.roles[self.role], method)
         names = ("response_log_probs",) if declared is None else declared.writes
         batch = stub_columns(names, batches[0])
-        return CallResult(batch, {}) if self.mark.returns == BOTH else batch
+        return CallResult(batch, {}) if self.mark.returns == WITH_METRICS else batch
 
 
 class StubFuture:

@@ -145,11 +145,11 @@ def _version(files: dict[str, dict[str, Any]]) -> str:
     return version_of({name: version_of(info) for name, info in files.items()})
 
 
-def fetched(url: str, key: str, wanted: Callable[[str], bool] = lambda name: True) -> Path:
+def fetched(url: str, key: str, is_needed: Callable[[str], bool] = lambda name: True) -> Path:
     """Return the local copy of a remote file or folder, downloaded once per node and version.
 
-    Only files whose relative name is `wanted` are sure to be there. The function returns when all
-    of these are there; other processes wait for the first one.
+    Only files whose relative name passes `is_needed` are sure to be there. The call returns when
+    all of these are there; other processes wait for the first one.
     """
     remote = RemoteFolder(url, key)
     with remote.naming():
@@ -164,6 +164,6 @@ def fetched(url: str, key: str, wanted: Callable[[str], bool] = lambda name: Tru
             fcntl.flock(lock, fcntl.LOCK_EX)
             for file, info in files.items():
                 to = copy / file if file else copy
-                if (not file or wanted(file)) and not to.is_file():
+                if (not file or is_needed(file)) and not to.is_file():
                     remote.get(file, info, to)
         return copy

@@ -25,12 +25,12 @@ class Done:
 class FakeTransport(Transport):
     kind = "local"
 
-    def __init__(self, recipes: Any, world_size: int) -> None:
+    def __init__(self, constructors: Any, world_size: int) -> None:
         super().__init__(
-            [ProcessInfo("+".join(recipes), r, world_size, r) for r in range(world_size)],
+            [ProcessInfo("+".join(constructors), r, world_size, r) for r in range(world_size)],
             Deadlines(),
         )
-        self.hosts = [WorkerHost(recipes, process, {}) for process in self.processes]
+        self.hosts = [WorkerHost(constructors, process, {}) for process in self.processes]
         self.started = [host.start(None) for host in self.hosts]
 
     def construct_again(self) -> None:

@@ -19,18 +19,18 @@ def start(
 ) -> Iterator[Any]:
     """Context with a group of one role, or of several fused roles."""
     options.setdefault("deadlines", Deadlines(start_s=180, call_s=60))
-    recipes = {role: ClassWithInitArgs(cls, *args) for role, (cls, args) in roles.items()}
-    (name, single), *others = recipes.items()
-    recipe = create_colocated_worker_cls(recipes) if others else single
+    constructors = {role: ClassWithInitArgs(cls, *args) for role, (cls, args) in roles.items()}
+    (name, single), *others = constructors.items()
+    role_class = create_colocated_worker_cls(constructors) if others else single
     if backend == "ray":
         from verl_like import RayResourcePool, RayWorkerGroup
 
         with (
             RayResourcePool(list(process_on_nodes), cpus_per_process=0.5) as pool,
-            RayWorkerGroup(pool, recipe, name_prefix=name, **options) as group,
+            RayWorkerGroup(pool, role_class, name_prefix=name, **options) as group,
         ):
             yield group
         return
     pool = ResourcePool(list(process_on_nodes))
-    with LocalWorkerGroup(pool, recipe, name_prefix=name, **options) as group:
+    with LocalWorkerGroup(pool, role_class, name_prefix=name, **options) as group:
         yield group

@@ -16,8 +16,8 @@ NEVER = 1_000_000
 class Mortal(FakeTransport):
     """Counts the driver's waits, after which ranks respond or die."""
 
-    def __init__(self, recipes: dict[str, Any], world_size: int) -> None:
-        super().__init__(recipes, world_size)
+    def __init__(self, constructors: dict[str, Any], world_size: int) -> None:
+        super().__init__(constructors, world_size)
         self.dead: dict[int, int] = {}
         """Rank -> the number of waits after which it has died; it never responds."""
         self.slow: dict[int, int] = {}

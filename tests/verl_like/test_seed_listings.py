@@ -86,8 +86,8 @@ def test_the_listings_run(
     exec(f"class TheWorker(Worker):\n{methods}", space)
     groups = {}
     for role in ("actor", "critic"):
-        recipe = create_colocated_worker_cls({role: ClassWithInitArgs(space["TheWorker"])})
-        groups |= LocalWorkerGroup(manager.get_resource_pool(role), recipe).spawn([role])
+        role_class = create_colocated_worker_cls({role: ClassWithInitArgs(space["TheWorker"])})
+        groups |= LocalWorkerGroup(manager.get_resource_pool(role), role_class).spawn([role])
     batch = DataProto.from_dict({"x": torch.arange(5)})
     space["critic_output"] = groups["critic"].update_critic(batch)
     space["actor_output"] = groups["actor"].update_actor(batch)

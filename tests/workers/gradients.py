@@ -28,7 +28,7 @@ def gradients(
 ) -> Gradients:
     """Return full gradients of one mini-batch, by name, of the trained weights."""
     engine = worker.engine
-    rows = Rows.take(data, (*INPUTS, *names), engine.dims.data_size)
+    rows = Rows.from_batch(data, (*INPUTS, *names), engine.dims.data_size)
     batch = mini_batch(rows, 0, 1, engine.groups.data)
     with engine.running(engine.optimizer):
         engine.forward_backward(batch, budget, loss_of(worker, data))
@@ -44,7 +44,7 @@ def gradients(
 def loss_of(worker: Any, data: DataProto) -> Loss:
     """Return the worker's own loss, with entropies."""
     make, *_ = worker.losses().values()
-    return replace(make(data), wanted=TokenOutputs(entropy=True))
+    return replace(make(data), token_outputs=TokenOutputs(entropy=True))
 
 
 def assert_equal_gradients(grads: Gradients, expected: Gradients) -> None:

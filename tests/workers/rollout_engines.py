@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams, TakeBudget
+from workers.rollout.base import CollectBudget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import Sample
 from workers.rollout.sampling import sample_seed
 
@@ -126,10 +126,10 @@ def generate_and(
 ) -> list[Sample]:
     """Generate all samples; call `work` when one has so many tokens."""
     numbers = engine.submit(samples, sampling)
-    finished = engine.take(max_tokens)
+    finished = engine.collect(max_tokens)
     assert len(finished) < len(numbers), "some still run"
     work()
-    finished |= engine.take()
+    finished |= engine.collect()
     return [finished[number] for number in numbers]
 
 
@@ -138,7 +138,7 @@ def aborted_after(
 ) -> list[Sample]:
     """Return all samples, aborted after so many tokens if they continue."""
     numbers = engine.submit(samples, sampling)
-    taken = engine.take(max_tokens) | engine.abort()
+    taken = engine.collect(max_tokens) | engine.abort()
     return [taken[number] for number in numbers]
 
 
@@ -171,7 +171,7 @@ class EmptyEngine(RolloutEngine):
     def _submit(self, samples: Mapping[int, Sample], sampling: SamplingParams) -> None:
         pass
 
-    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
+    def _advance(self, budget: CollectBudget) -> dict[int, Sample]:
         return {}
 
     def _abort(self, numbers: Iterable[int]) -> dict[int, Sample]:

@@ -46,10 +46,10 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
     is_function = callable(model) and not isinstance(model, torch.nn.Module | Mapping)
     models = _called(model, roles) if is_function else model
     if isinstance(models, tuple | list):
-        wanted = ", ".join(f'"{role}": ...' for role in roles)
+        expected = ", ".join(f'"{role}": ...' for role in roles)
         raise ConfigError(
             f"model is a {type(models).__name__} of {len(models)} items. Pass a dict from role to "
-            f"model: {{{wanted}}}."
+            f"model: {{{expected}}}."
         )
     if not isinstance(models, Mapping):
         return {roles[0]: models}
@@ -75,10 +75,10 @@ def models_by_role(model: Any, roles: Sequence[str]) -> dict[str, Any]:
 def _called(function: Any, roles: Sequence[str]) -> Any:
     """Call a function without arguments and return its model, or its dict of models by role."""
     name = getattr(function, "__name__", repr(function))
-    wanted = f"the {roles[0]}'s model, or a dict of {', '.join(roles)}"
+    expected = f"the {roles[0]}'s model, or a dict of {', '.join(roles)}"
     if len(roles) == 1:
-        wanted = "the model"
-    advice = f"Pass a function that returns {wanted}."
+        expected = "the model"
+    advice = f"Pass a function that returns {expected}."
     try:
         inspect.signature(function).bind()
     except TypeError as error:

@@ -125,7 +125,7 @@ class PythonRun:
 
         is_new = named is None or not self.folder.exists()
         try:
-            self._take(model, tokenizer, data, settings)
+            self._apply_inputs(model, tokenizer, data, settings)
         except BaseException:
             if is_new:  # a rejected run leaves no folder
                 shutil.rmtree(self.folder, ignore_errors=True)
@@ -157,7 +157,7 @@ class PythonRun:
         model = self.settings.get(f"{next(iter(self._model_sections.values()))}.path")
         return f"{type(self).__name__}(model={str(model)!r}, folder={str(self.folder)!r})"
 
-    def _take(
+    def _apply_inputs(
         self, model: Any, tokenizer: Any, data: Mapping[str, Any], settings: dict[str, Any]
     ) -> None:
         """Write objects in memory to files, and check the configuration."""

@@ -2,7 +2,7 @@
 
     chunk = buffer.begin(generator, weights)    # a generator waits for room and its turn
     buffer.put(chunk)                           # with its samples
-    chunks = buffer.take(Demand(16))            # the trainer waits for a batch
+    chunks = buffer.take_batch(Demand(16))            # the trainer waits for a batch
     buffer.publish(version)                     # there are newer weights
 
 Open samples are queued or in generation. `async_training.max_inflight_samples` and `max_staleness`
@@ -183,7 +183,7 @@ class ExperienceBuffer:
 
     # ---------------------------------------------------------------------------- trainer's side
 
-    def take(self, demand: Demand) -> list[SampleChunk]:
+    def take_batch(self, demand: Demand) -> list[SampleChunk]:
         """Wait until the sampler chooses the chunks of a batch, and return them.
 
         Raise the error of a generator's thread that failed, `StalledError` if no thread can
@@ -353,13 +353,15 @@ class ExperienceBuffer:
         """Raise if no samples are in flight and all generators are idle."""
         if self.chunks.in_flight or self._idle < self._generators:
             return
-        wanted, queued = self._demand.num_samples, num_samples_of(self.chunks.ready)
+        num_demanded, queued = self._demand.num_samples, num_samples_of(self.chunks.ready)
         if self.chunks.has_ended and not self.is_paused:
             size = (
-                f", and the queue has {queued} of the {wanted} samples of a batch" if wanted else ""
+                f", and the queue has {queued} of the {num_demanded} samples of a batch"
+                if num_demanded
+                else ""
             )
             raise EndOfSamples(f"there are no more prompts{size}")
-        awaited = "a validation" if self.is_paused else f"{wanted} samples"
+        awaited = "a validation" if self.is_paused else f"{num_demanded} samples"
         where = f"the trainer waits for {awaited}, {queued} samples are queued, "
         if not self._generators:
             raise StalledError(where + "and no generator is left.")
@@ -384,7 +386,7 @@ class ExperienceBuffer:
             self._look_again()
         for chunk in batch.selected:
             self.chunks.ready.remove(chunk)
-            self.log.take(chunk.names)
+            self.log.mark_taken(chunk.names)
         self._num_taken += bool(batch.selected)
         return batch.selected
 

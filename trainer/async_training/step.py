@@ -100,7 +100,7 @@ class AsyncTrainer(PPOTrainer):
         """Take samples from the queue, and wait for generators if it has too few."""
         samples_of = self.buffer.chunks.num_samples
         demand = self.rounds.demand(self.global_step, self.total_steps, samples_of, attempt)
-        batch = self.origins.batch_of(self.buffer.take(demand))
+        batch = self.origins.batch_of(self.buffer.take_batch(demand))
         if has_environment(self.config):
             generators = batch.non_tensor_batch[GENERATOR]
             for generator in np.unique(generators).tolist():

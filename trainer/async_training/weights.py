@@ -87,7 +87,7 @@ class WeightFeed:
         self._buffer.publish(version)
         return metrics
 
-    def rest(self) -> None:
+    def sleep_if_needed(self) -> None:
         """Do nothing: generators go on while the other roles compute."""
 
     def publish(self, version: int) -> Metrics:

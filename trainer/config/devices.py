@@ -154,12 +154,12 @@ def check_offload(trainer: TrainerConfig, sections: Mapping[str, tuple[str, str,
         return  # other machines of a cluster may have GPUs
     for section, (strategy, name, fsdp) in sections.items():
         keys = [key for key in ("param_offload", "optimizer_offload") if getattr(fsdp, key, None)]
-        wanted = [f"{name}.fsdp_config.{key}=true" for key in keys]
+        offloads = [f"{name}.fsdp_config.{key}=true" for key in keys]
         if strategy.endswith("offload"):
-            wanted.append(f"{section}.strategy={strategy}")
-        if wanted:
+            offloads.append(f"{section}.strategy={strategy}")
+        if offloads:
             raise ConfigError(
-                f"{wanted[0]}: this run is on CPUs, which have only host memory, so there is "
+                f"{offloads[0]}: this run is on CPUs, which have only host memory, so there is "
                 "nothing to offload. Leave out the key (or set strategy to fsdp or "
                 "shard_grad_op), set trainer.device=cuda, or check the run with `verl-like check "
                 "--gpus 8xH100`."

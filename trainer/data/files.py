@@ -302,11 +302,11 @@ def _custom_rows(
         yield f"{custom.path}:{custom.name}, row {index}", row
 
 
-def _check(path: Path | str, wanted: Sequence[str], there: Sequence[str]) -> None:
+def _check(path: Path | str, required: Sequence[str], there: Sequence[str]) -> None:
     for column in there:
         if column and there.count(column) > 1:  # spreadsheets write unnamed columns
             raise ConfigError(f"{path}: two columns have the name {column!r}. Rename one.")
-    for column in wanted:
+    for column in required:
         if column not in there:
             rule = column in RULE_COLUMNS
             way_out = GIVE_REWARD if rule else GIVE_PROMPT

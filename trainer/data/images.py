@@ -22,7 +22,7 @@ MARK = "<image>"
 Row = dict[str, Any]
 
 
-class Place(NamedTuple):
+class ImagePlaceholder(NamedTuple):
     """A place for an image in a content; without `media`, for the next image of the column."""
 
     media: Any = None
@@ -69,7 +69,7 @@ def _with_places(message: Any, has_column: bool) -> Any:
     """Return the message with a `Place` for each image; without images, return it as it is."""
     content = message.get("content") if isinstance(message, Mapping) else None
     parts = list(_parts(content, has_column))
-    has_place = any(isinstance(part, Place) for part in parts)
+    has_place = any(isinstance(part, ImagePlaceholder) for part in parts)
     return {**message, "content": parts} if has_place else message
 
 
@@ -82,11 +82,11 @@ def _parts(content: Any, has_column: bool) -> Iterator[Any]:
     for part in parts if isinstance(parts, list) else ():
         if isinstance(part, Mapping) and part.get("type") in IMAGE_TYPES:
             media = (part[name] for name in (*MEDIA, "path", "bytes") if part.get(name))
-            yield Place(next(media, None))
+            yield ImagePlaceholder(next(media, None))
         elif has_column and isinstance(part, Mapping) and MARK in str(part.get("text")):
             for number, text in enumerate(part["text"].split(MARK)):
                 if number:
-                    yield Place()
+                    yield ImagePlaceholder()
                 if text:
                     yield {**part, "text": text}
         else:
@@ -98,7 +98,9 @@ def _places(chats: Iterable[Sequence[Any]]) -> Iterator[tuple[int, int, list[Any
     for number, message in (numbered for chat in chats for numbered in enumerate(chat)):
         parts = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(parts, list):
-            yield from ((number, n, parts) for n, p in enumerate(parts) if isinstance(p, Place))
+            yield from (
+                (number, n, parts) for n, p in enumerate(parts) if isinstance(p, ImagePlaceholder)
+            )
 
 
 def _put_first(chat: list[Any], count: int) -> None:
@@ -107,6 +109,6 @@ def _put_first(chat: list[Any], count: int) -> None:
         content = message.get("content") if isinstance(message, Mapping) else None
         if content is not None and message.get("role") == "user":
             parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-            chat[number] = {**message, "content": [*[Place()] * count, *parts]}
+            chat[number] = {**message, "content": [*[ImagePlaceholder()] * count, *parts]}
             return
     raise ValueError("it has images, but no message of the user to put them in")

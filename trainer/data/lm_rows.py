@@ -2,7 +2,7 @@
 
     rows = read_lm_rows("ptx.train_files", files, tokenizer, max_length=512)
     loader = RowLoader(rows, seed, partial(lm_batch, pad_token_id=tokenizer.pad_token_id))
-    batch = loader.take(64)                     # what `TrainEngine.update` reads
+    batch = loader.next_batch(64)                     # what `TrainEngine.update` reads
 
 A row's columns decide which tokens are in the loss:
 

@@ -170,7 +170,7 @@ class RowLoader(Generic[R]):
         self.rows, self._seed, self.make_batch = rows, seed, make_batch
         self._num_taken = 0
 
-    def take(self, count: int) -> DataProto:
+    def next_batch(self, count: int) -> DataProto:
         """Return the next `count` rows as a batch; the uids contain the epoch."""
         places = [divmod(self._num_taken + number, len(self.rows)) for number in range(count)]
         epochs = {epoch for epoch, _ in places}

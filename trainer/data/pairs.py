@@ -2,7 +2,7 @@
 
     rows = read_pairs("data.train_files", files, tokenizer, max_length=1024)
     loader = RowLoader(rows, seed, partial(pair_batch, pad_token_id=tokenizer.pad_token_id))
-    batch = loader.take(64)             # [64, 2, T] columns for `passes/forward_backward.py`
+    batch = loader.next_batch(64)             # [64, 2, T] columns for `passes/forward_backward.py`
 
 A row has one of these sets of columns. It may also have a `margin`, which says how much better the
 chosen response is:

@@ -52,7 +52,7 @@ def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:
 
 def devices_here(config: RunConfig) -> str:
     """Return the kind of this machine's devices; raise if it has too few."""
-    wanted, has = config.trainer.n_gpus_per_node, run_devices(config.trainer)
+    num_gpus, has = config.trainer.n_gpus_per_node, run_devices(config.trainer)
     device = device_of_nodes(config)
     if device == "cuda" and has.num_gpus is None:
         import torch
@@ -60,13 +60,13 @@ def devices_here(config: RunConfig) -> str:
         raise error_without_gpu(config, f"torch {torch.__version__} sees none on this machine")
     if device == "cpu" or has.num_gpus is None:
         return "CPU slot"
-    if wanted > has.num_gpus:
+    if num_gpus > has.num_gpus:
         simulated = config.trainer.simulate
         whose = "this machine has"
         if simulated is not None:
             whose = f"--gpus {simulated} (trainer.simulate) has"
         raise PlacementError(
-            f"trainer.n_gpus_per_node={wanted}, but {whose} {has.num_gpus}. Set it to "
+            f"trainer.n_gpus_per_node={num_gpus}, but {whose} {has.num_gpus}. Set it to "
             f"{has.num_gpus}, or trainer.device=cpu for process slots on CPUs."
         )
     return has.gpu or "GPU"

@@ -107,13 +107,13 @@ class SampleLog:
         self.leave_out(given_up)
 
     @_locked
-    def take(self, samples: Iterable[SampleKey]) -> None:
+    def mark_taken(self, samples: Iterable[SampleKey]) -> None:
         """Record that the trainer's current step has these samples."""
         for sample in samples:
             self._open[sample].state = TAKEN
 
     @_locked
-    def leave(
+    def reduce_tokens(
         self, reason: str, tokens: Mapping[SampleKey, int], among: Iterable[SampleKey]
     ) -> tuple[int, list[SampleKey]]:
         """Reduce the samples `among` to these token counts.
@@ -317,7 +317,7 @@ class SampleWatch:
         if self._generators_log is None:
             self.log.begin(trainer.global_step, tokens)
             self.log.receive(tokens, given_up)
-            self.log.take(tokens)
+            self.log.mark_taken(tokens)
         self._samples |= dict.fromkeys(tokens)
         self._sampled += sum(tokens.values()) + sum(given_up.values())
         self._left_out.update(given_up)
@@ -331,7 +331,9 @@ class SampleWatch:
         num_rows = len(batch)
         known = self.log.tokens(self._samples)
         if has_user_code(trainer):
-            self._leave(USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()})
+            self._reduce_tokens(
+                USER_CODE, {s: min(tokens.get(s, 0), num) for s, num in known.items()}
+            )
         elif tokens != known or len(tokens) != num_rows:
             wrong = [s for s in known | tokens if known.get(s) != tokens.get(s)]
             problem = "a sample occurs twice"
@@ -346,12 +348,12 @@ class SampleWatch:
                 f"gets {num_rows} rows of {len(known)} samples; filters removed "
                 f"{dict(self._left_out)}. This is a bug in verl-like: report it with the log."
             )
-        self._leave(EMPTY, tokens)
+        self._reduce_tokens(EMPTY, tokens)
 
     def on_filter(self, trainer: Any, name: str, before: DataProto, after: DataProto) -> None:
         """Record the samples that a filter has left out."""
         if self._samples:
-            self._leave(name, tokens_by_sample(after))
+            self._reduce_tokens(name, tokens_by_sample(after))
 
     def on_update(self, trainer: Any, batch: DataProto) -> None:
         """Count the tokens of the update call; a row that occurs twice counts once."""
@@ -363,7 +365,7 @@ class SampleWatch:
         if has_user_code(trainer):
             known = self.log.tokens(self._samples)
             tokens = {s: min(tokens.get(s, 0), num) for s, num in known.items()}
-            self._leave(USER_CODE, tokens)
+            self._reduce_tokens(USER_CODE, tokens)
         missing = [sample for sample in self._samples if sample not in tokens]
         if missing:
             raise SampleLogError(
@@ -379,7 +381,7 @@ class SampleWatch:
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         """Close every sample of the step, and add its tokens to the metrics."""
         if self._samples:  # a user's update did not call the hook
-            self._leave(USER_CODE, {})
+            self._reduce_tokens(USER_CODE, {})
         if self._sampled and self._has_updated:
             if self._sampled != self._trained + self._left_out.total():
                 raise SampleLogError(
@@ -390,8 +392,8 @@ class SampleWatch:
             metrics |= {LEFT_OUT + reason: float(n) for reason, n in self._left_out.items() if n}
         self._clear()
 
-    def _leave(self, reason: str, tokens: dict[SampleKey, int]) -> None:
-        num_left_out, remaining = self.log.leave(reason, tokens, self._samples)
+    def _reduce_tokens(self, reason: str, tokens: dict[SampleKey, int]) -> None:
+        num_left_out, remaining = self.log.reduce_tokens(reason, tokens, self._samples)
         self._left_out[reason] += num_left_out
         self._samples = dict.fromkeys(remaining)
 

@@ -87,7 +87,7 @@ def role_memories(
     engine, actor = by_role.get("rollout"), by_role.get("actor")
     if engine is None:
         return memories
-    rests = engine_rests(config, device_type)
+    rests = engine_sleeps(config, device_type)
     if engine.weights and actor is not None and actor.pool == engine.pool:
         engine = replace(
             engine, sync=sync_bytes(declared_models(config)["actor"], actor, device_type)
@@ -119,17 +119,17 @@ def sizes_of_step(config: PPOConfig) -> list[CallSize]:
     return sizes
 
 
-def engine_rests(config: PPOConfig, device_type: str) -> bool:
+def engine_sleeps(config: PPOConfig, device_type: str) -> bool:
     """Return whether the rollout sleeps from the last sample of a step until the next weight sync.
 
     It sleeps if other roles compute on its GPUs meanwhile.
     """
     pools = expand_roles(config.role_mapping)
     shares = list(pools.values()).count(pools.get("rollout", "")) > 1
-    return shares and may_rest(config, device_type)
+    return shares and engine_may_sleep(config, device_type)
 
 
-def may_rest(config: PPOConfig, device_type: str) -> bool:
+def engine_may_sleep(config: PPOConfig, device_type: str) -> bool:
     """Return whether the rollout would sleep if it shared its GPUs."""
     is_here = not config.actor_rollout_ref.rollout.server_urls
     in_turns = not config.generates_while_training

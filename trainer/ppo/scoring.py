@@ -40,7 +40,7 @@ from workers.losses.kl import MismatchGauge
 from workers.losses.registry import get_policy_loss, traits_of
 
 
-def calls_of_step(config: PPOConfig, in_update: bool) -> list[ScoringCall]:
+def needed_scoring_calls(config: PPOConfig, in_update: bool) -> list[ScoringCall]:
     """Return the scoring calls of a step.
 
     Old log-probs are left out if the update computes them, or in bypass mode, which uses the
@@ -54,8 +54,8 @@ def calls_of_step(config: PPOConfig, in_update: bool) -> list[ScoringCall]:
 
 def column_settings(call: ScoringCall, config: PPOConfig) -> dict[str, bool]:
     """Return the settings of a call: the further columns that the estimator reads."""
-    wanted = columns_read(config.algorithm.adv_estimator)
-    return {name: True for name in call.writes[1:] if name in wanted}
+    estimator_columns = columns_read(config.algorithm.adv_estimator)
+    return {name: True for name in call.writes[1:] if name in estimator_columns}
 
 
 def update_can_compute_old_log_probs(config: PPOConfig) -> bool:

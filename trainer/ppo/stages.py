@@ -110,11 +110,11 @@ class PPOTrainer(Trainer):
         calls and, if there are old log-probs, of the gap between trainer and rollout.
         """
         config, step = self.config, self.global_step
-        self.weights.rest()
+        self.weights.sleep_if_needed()
         has_scores = "token_level_scores" in batch.columns
         calls = [] if has_scores else [self.rollouts.launch_rewards(batch)]
         in_update = scoring.update_computes_old_log_probs(batch, config, step, self.weights.version)
-        for call in scoring.calls_of_step(config, in_update):
+        for call in scoring.needed_scoring_calls(config, in_update):
             if call.role in self.groups and call.column not in batch.columns:
                 settings = scoring.column_settings(call, config)
                 calls.append(self.call(call.role, call.method, batch, **settings))
@@ -159,7 +159,7 @@ class PPOTrainer(Trainer):
             on_policy = in_update and "old_log_probs" not in batch.columns
             settings = {"on_policy": on_policy, **self.entropy_ctrl.state_dict()}
             num_rows = updating.rows_per_update(config, num_prompts)
-            ptx = [] if self.ptx is None else [self.ptx.take(num_rows)]
+            ptx = [] if self.ptx is None else [self.ptx.next_batch(num_rows)]
             calls.append(self.call("actor", "update_actor", batch, *ptx, **settings))
         try:
             self.call_hook("on_update", batch)  # while the workers compute

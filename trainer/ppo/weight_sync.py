@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.config.devices import run_devices
-from trainer.ppo.memory import engine_rests
+from trainer.ppo.memory import engine_sleeps
 from trainer.run_state import Metrics
 from workers.config import ActorConfig
 from workers.weights.sync import sync_weights
@@ -36,7 +36,7 @@ class PolicyWeights(Protocol):
     def send_next(self) -> Metrics:
         """Send the current weights as the next version, if one is due."""
 
-    def rest(self) -> None:
+    def sleep_if_needed(self) -> None:
         """Let engines sleep until the next weights, if other roles need their memory."""
 
 
@@ -46,12 +46,12 @@ class RolloutWeights:
     def __init__(self, config: PPOConfig, groups: WorkerGroups) -> None:
         self._groups = groups
         self._bucket_mb = config.actor_rollout_ref.rollout.update_weights_bucket_megabytes
-        self._rests = engine_rests(config, run_devices(config.trainer).type)
+        self._engine_sleeps = engine_sleeps(config, run_devices(config.trainer).type)
         self.version = 0
 
-    def rest(self) -> None:
+    def sleep_if_needed(self) -> None:
         """Free the rollout's memory for other roles until the next weights arrive."""
-        if self._rests and "rollout" in self._groups:
+        if self._engine_sleeps and "rollout" in self._groups:
             self._groups["rollout"].sleep()
 
     def send_next(self) -> Metrics:

@@ -195,7 +195,7 @@ class RowTrainer(Trainer, Generic[R]):
     def step(self) -> Metrics:
         """Make one optimizer step on the next rows, and return the metrics."""
         with self.clock("data"):
-            batch = self.loader.take(self.num_rows_of_step)
+            batch = self.loader.next_batch(self.num_rows_of_step)
         batch = self.with_columns(batch)
         with self.clock("update"):
             metrics = reduce_metrics(self.groups[self.recipe.role].update_model(batch))

@@ -136,7 +136,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
     _reject_other_run(folder, config)
     try:
         make_private(folder)
-        lock.take()
+        lock.acquire()
         _note_changes(folder, config)
         tree = in_yaml(masked(asdict(config)))
         write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
@@ -272,7 +272,7 @@ class FolderLock:
 
         with FolderLock(folder) as lock:     # locks the folder if it exists
             ...
-            lock.take()                      # once it exists
+            lock.acquire()                   # once it exists
 
     The operating system releases the lock when its process ends, however it ends, so a new run
     takes over the folder of a killed run. If a file system has no locks, the run continues with a
@@ -286,7 +286,7 @@ class FolderLock:
     def __enter__(self) -> FolderLock:
         """Lock an existing folder; raise if another run uses it."""
         if self.path.parent.is_dir():
-            self.take()
+            self.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -296,7 +296,7 @@ class FolderLock:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Lock an existing folder, unless this object holds the lock already."""
         if self._descriptor is not None:
             return

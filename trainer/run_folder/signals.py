@@ -63,13 +63,13 @@ class StopSignals:
         if threading.current_thread() is threading.main_thread():
             under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             caught = [number for number in SIGNALS if number != signal.SIGHUP or not under_nohup]
-            self._before = {number: signal.signal(number, self._take) for number in caught}
+            self._before = {number: signal.signal(number, self._on_signal) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
         before, self._before = self._before, {}
         for number, handler in before.items():
-            if signal.getsignal(number) == self._take:
+            if signal.getsignal(number) == self._on_signal:
                 signal.signal(number, handler)
 
     @contextmanager
@@ -86,7 +86,7 @@ class StopSignals:
         if self.received:
             raise RunInterrupted(self.received, where)
 
-    def _take(self, number: int, _: FrameType | None) -> None:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Handle a signal: the first ends the run after the step, the second at once."""
         now = time.monotonic()
         if number == self._last and now - self._last_at < SAME_S:

@@ -149,10 +149,10 @@ def call_timings(
         calls = [record for record in records if record.get("stage") == stage]
         if not calls:
             continue
-        of_stage = max(c["end"] for c in calls) - min(c["start"] for c in calls)
+        stage_s = max(c["end"] for c in calls) - min(c["start"] for c in calls)
         stage_busy = sum(_busy_seconds(calls, "role", "method").values())
-        timings[f"perf/overlap_ratio_{stage}"] = stage_busy / of_stage
-        busy, wall = busy + stage_busy, wall + of_stage
+        timings[f"perf/overlap_ratio_{stage}"] = stage_busy / stage_s
+        busy, wall = busy + stage_busy, wall + stage_s
     if wall:
         timings["perf/overlap_ratio"] = busy / wall
     return timings

@@ -81,7 +81,7 @@ def _with_zone(text: str) -> str:
 Time = Annotated[str, AfterValidator(_with_zone)]
 
 
-class SavedRun(Body):
+class SavedRunInfo(Body):
     """The contents of `run.json`."""
 
     model_config = ConfigDict(extra="allow")
@@ -101,7 +101,7 @@ class SavedRun(Body):
             raise CheckpointError(f"{file} is damaged: {fault_of(error)}. Delete it.") from error
 
 
-class SavedCheckpoint(SavedRun):
+class SavedCheckpoint(SavedRunInfo):
     """The contents of `checkpoint.json`."""
 
     num_steps: Natural
@@ -209,7 +209,7 @@ class CheckpointHandlers:
     def describe_run(self, run: str) -> JsonObject:
         """Return a training run in the protocol's form."""
         file = self.folder / run / "run.json"
-        saved = SavedRun.read(file) if NAME.fullmatch(run) else None
+        saved = SavedRunInfo.read(file) if NAME.fullmatch(run) else None
         if saved is None:
             raise RequestError(f"there is no training run {run!r}.", 404)
         metadata = saved.model_dump()

@@ -237,7 +237,7 @@ class SamplingLoop:
             if batch:
                 self._start(batch)
             if self._running:
-                self._client.take(seconds=seconds)
+                self._client.collect(seconds=seconds)
         except Exception as error:  # noqa: BLE001 - it goes to the clients that wait
             self._fail_all(batch, error)
 

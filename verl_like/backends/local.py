@@ -28,7 +28,7 @@ from verl_like.calls.transport import AnswerPart, Transport, resolve
 from verl_like.errors import ConfigError, PlacementError, WorkerError
 from verl_like.placement.pools import ResourcePool
 from verl_like.process.child import start_child
-from verl_like.process.host import Recipes, WorkerHost, pack_recipes
+from verl_like.process.host import RoleConstructors, WorkerHost, pack_constructors
 from verl_like.process.info import ONE_THREAD, ProcessInfo, checked_worker_env
 from verl_like.process.worker import Worker
 
@@ -86,10 +86,10 @@ class LocalWorkerGroup(WorkerGroup):
                 "RayWorkerGroup."
             )
         check_group_arguments(self, ResourcePool, resource_pool, ray_cls_with_init)
-        recipes = ray_cls_with_init.recipes(name_prefix)
+        constructors = ray_cls_with_init.constructors(name_prefix)
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
         processes = resource_pool.process_infos(
-            "+".join(recipes), limits, device_kind=device_name, seed=seed, log_dir=log_dir
+            "+".join(constructors), limits, device_kind=device_name, seed=seed, log_dir=log_dir
         )
         transport: Transport
         if resource_pool.world_size == 1 and not own_processes:
@@ -99,7 +99,7 @@ class LocalWorkerGroup(WorkerGroup):
                     "os.environ instead."
                 )
             siblings = {} if neighbors is None else neighbors
-            transport = InlineTransport(recipes, processes[0], limits, siblings)
+            transport = InlineTransport(constructors, processes[0], limits, siblings)
         else:
             if device_name != "cpu":
                 raise WorkerError(
@@ -107,8 +107,10 @@ class LocalWorkerGroup(WorkerGroup):
                     f"{processes[0].name} needs {len(processes)} of them on GPUs. Set "
                     "trainer.backend=ray, or trainer.device=cpu."
                 )
-            transport = ChildTransport(recipes, processes, limits, env, master_port)
-        classes = {r: recipe.cls for r, recipe in ray_cls_with_init.roles(name_prefix).items()}
+            transport = ChildTransport(constructors, processes, limits, env, master_port)
+        classes = {
+            r: role_class.cls for r, role_class in ray_cls_with_init.roles(name_prefix).items()
+        }
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
 
@@ -133,7 +135,7 @@ class InlineTransport(Transport):
 
     def __init__(
         self,
-        recipes: Recipes,
+        constructors: RoleConstructors,
         process_info: ProcessInfo,
         deadlines: Deadlines,
         neighbors: dict[str, Worker],
@@ -141,7 +143,7 @@ class InlineTransport(Transport):
         """Construct the roles immediately. `neighbors` has the roles of all inline pools."""
         super().__init__([process_info], deadlines)
         self.process_key = id(neighbors)
-        self.host = WorkerHost(recipes, process_info, neighbors)
+        self.host = WorkerHost(constructors, process_info, neighbors)
         self._construct(lambda: self.host.start(None))
 
     def _construct(self, work: Callable[[], Header]) -> None:
@@ -233,7 +235,7 @@ class ChildTransport(ProcessTransport):
 
     def __init__(
         self,
-        recipes: Recipes,
+        constructors: RoleConstructors,
         processes: Sequence[ProcessInfo],
         deadlines: Deadlines,
         env: Mapping[str, str],
@@ -241,7 +243,7 @@ class ChildTransport(ProcessTransport):
     ):
         """Start the processes, bind the rendezvous on rank 0, and construct the roles."""
         super().__init__(processes, deadlines)
-        pickled, variables = pack_recipes(recipes), {**ONE_THREAD, **env}
+        pickled, variables = pack_constructors(constructors), {**ONE_THREAD, **env}
         self.requests = self.children = [
             _Child(f"{p.name} rank {p.rank}", *start_child("verl_like.backends.rpc", env=variables))
             for p in processes

@@ -71,16 +71,16 @@ def check_lengths(lengths: dict[str, int]) -> None:
 
 
 def known_keys(keys: str | Iterable[str], valid: Iterable[str], kind: str) -> list[str]:
-    """Return the wanted keys without duplicates; raise at the first key that is not valid."""
-    wanted = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
+    """Return the requested keys without duplicates; raise at the first key that is not valid."""
+    requested = [keys] if isinstance(keys, str) else list(dict.fromkeys(keys))
     have = list(valid)
-    for key in wanted:
+    for key in requested:
         if key not in have:
             hint = nearest(str(key), have)
             raise MissingColumnError(
                 f"no {kind} {key!r}.{hint} The batch has: {', '.join(map(str, have)) or 'none'}."
             )
-    return wanted
+    return requested
 
 
 def row_index(index: Any, rows: int) -> NDArray[np.int64]:

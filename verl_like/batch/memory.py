@@ -47,7 +47,7 @@ class BlockCache:
 
         When the array is freed, its block returns to the cache.
         """
-        block = self._take(num_bytes)
+        block = self._pop_unused(num_bytes)
         if block is None:
             block = np.empty(-(-num_bytes // STEP_BYTES) * STEP_BYTES, np.uint8)
         array = block[:num_bytes]
@@ -60,7 +60,7 @@ class BlockCache:
         """Return the total size of the unused blocks."""
         return sum(block.nbytes for block in list(self._unused.values()))
 
-    def _take(self, num_bytes: int) -> Block | None:
+    def _pop_unused(self, num_bytes: int) -> Block | None:
         """Remove and return the smallest unused block that fits, or None."""
         fitting = []
         for key, block in list(self._unused.items()):

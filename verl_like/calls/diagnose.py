@@ -225,7 +225,7 @@ def _lock_of(stack: str) -> str | None:
     return f"{name}, {file.rsplit('/', 1)[-1]}:{line}"
 
 
-class Pool(Protocol):
+class StackSource(Protocol):
     """The part of a transport's interface that this module uses."""
 
     world_size: int
@@ -237,7 +237,9 @@ class Pool(Protocol):
         """Return the Python stack of every process that responds in that time."""
 
 
-def describe_late_call(summary: str, cause: str, stacks: Mapping[int, str], transport: Pool) -> str:
+def describe_late_call(
+    summary: str, cause: str, stacks: Mapping[int, str], transport: StackSource
+) -> str:
     """Describe a wait that hangs: summary, likely cause, and the stacks of the ranks.
 
     At most `SHOWN_STACKS` different stacks are shown.
@@ -264,7 +266,7 @@ class HangWatch:
     driver does not wait for a process that does not respond.
     """
 
-    def __init__(self, transport: Pool, since: float) -> None:
+    def __init__(self, transport: StackSource, since: float) -> None:
         """The first look comes `LOOK_EVERY_S` after `since`, a reading of `time.monotonic`."""
         self._transport = transport
         self._next_look = since + LOOK_EVERY_S

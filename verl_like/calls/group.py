@@ -33,7 +33,7 @@ from verl_like.calls.dispatch import (
     resolve_mode,
 )
 from verl_like.calls.future import DataProtoFuture, WorkerFuture
-from verl_like.calls.messages import BOTH, METRICS, SHARED_BYTES, Call, Header, Packer
+from verl_like.calls.messages import ONLY_METRICS, SHARED_BYTES, WITH_METRICS, Call, Header, Packer
 from verl_like.calls.result import CallResult, collect_metrics, result_form
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError, PlacementError, WorkerDiedError, nearest
@@ -71,13 +71,16 @@ class ClassWithInitArgs:
             )
         return {**others, default: self}
 
-    def recipes(
+    def constructors(
         self, default: str
     ) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
         """Return the class and arguments of every role; reject roles whose methods would clash."""
         roles = self.roles(default)
-        method_table({role: recipe.cls for role, recipe in roles.items()}, self.prefixed)
-        return {role: (recipe.cls, recipe.args, recipe.kwargs) for role, recipe in roles.items()}
+        method_table({role: role_class.cls for role, role_class in roles.items()}, self.prefixed)
+        return {
+            role: (role_class.cls, role_class.args, role_class.kwargs)
+            for role, role_class in roles.items()
+        }
 
     @property
     def prefixed(self) -> frozenset[str]:
@@ -145,7 +148,7 @@ class BoundMethod:
         if is_on_first_rank and self.collect_fn is collect_list:
             self.collect_fn = collect_first
         returns_batch = self.mode.returns_batch
-        is_batch = returns_batch and mark.returns != METRICS
+        is_batch = returns_batch and mark.returns != ONLY_METRICS
         self.future_type = DataProtoFuture if is_batch else WorkerFuture
         self.call = Call(role, method, returns_batch=returns_batch, concurrent=mark.concurrent)
         self.__doc__ = function.__doc__
@@ -230,10 +233,10 @@ class BoundMethod:
 
         reporting = [headers[rank] for rank in collecting]
         form = result_form(reporting, self.name)
-        if form == METRICS:
+        if form == ONLY_METRICS:
             return collect_metrics(reporting)
         batch = self.collect_fn(target, outputs)
-        return CallResult(batch, collect_metrics(reporting)) if form == BOTH else batch
+        return CallResult(batch, collect_metrics(reporting)) if form == WITH_METRICS else batch
 
 
 def _resolved(value: Any) -> Any:

@@ -30,7 +30,7 @@ SHARED_BYTES = 100_000
 
 A part that goes to several ranks is shared: a backend with an object store puts it there once.
 """
-BATCH, METRICS, BOTH = "a batch", "metrics alone", "(batch, metrics)"
+ONLY_BATCH, ONLY_METRICS, WITH_METRICS = ("a batch", "metrics alone", "(batch, metrics)")
 """The forms of a data-parallel method's result (`verl_like.calls.result`)."""
 
 
@@ -178,7 +178,7 @@ def answer_payload(answer: Any) -> Any:
     return answer[1] if type(answer) is tuple else None
 
 
-NOT_HERE = object()
+NOT_ARRIVED = object()
 """The payload of a call before it has arrived."""
 
 
@@ -196,7 +196,7 @@ class Pending:
     answer: Header | None = None
     failure: BaseException | None = None
     """The error of the method, or the reason why there is no answer."""
-    value: Any = NOT_HERE
+    value: Any = NOT_ARRIVED
     """The payload itself."""
 
     @property
@@ -280,7 +280,7 @@ def unpack(value: Any, parts: Sequence[Any], readonly: bool) -> Any:
                 if header.error is not None:
                     raise UpstreamError(header.error)
             header = headers[slot.index]
-            if header.returned not in (BATCH, BOTH):
+            if header.returned not in (ONLY_BATCH, WITH_METRICS):
                 raise DispatchError(
                     f"{header.role}.{header.method} returned {header.returned} on rank "
                     f"{header.rank}; its future was passed on as a batch, so it must return a "

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from verl_like.batch.protocol import DataProto
-from verl_like.calls.messages import BATCH, BOTH, METRICS, Header
+from verl_like.calls.messages import ONLY_BATCH, ONLY_METRICS, WITH_METRICS, Header
 from verl_like.errors import DispatchError
 
 CallMetrics = dict[str, Any]
@@ -73,7 +73,7 @@ class CallResult(NamedTuple):
         return cls(batch, metrics)
 
 
-_FORM_OF = {DataProto: BATCH, dict: METRICS, CallResult: BOTH, tuple: BOTH}
+_FORMS = {DataProto: ONLY_BATCH, dict: ONLY_METRICS, CallResult: WITH_METRICS, tuple: WITH_METRICS}
 _NO_RESULT = (int, float, str, bool, list, torch.Tensor, np.ndarray)
 
 
@@ -93,18 +93,18 @@ def declared_form(method: Callable[..., Any]) -> str:
             "DataProto, metrics (a dict), or both (verl_like.extend.CallResult). To collect one "
             "value per rank, register it with Dispatch.DP_COMPUTE_METRIC."
         )
-    return _FORM_OF.get(kind, METRICS if kind is Mapping else "")
+    return _FORMS.get(kind, ONLY_METRICS if kind is Mapping else "")
 
 
 def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetrics | None, str]:
     """Return payload, metrics and form of a result; `where` names the method and rank."""
     payload, metrics, form = value, None, type(value).__name__
     if isinstance(value, dict):
-        payload, metrics, form = None, value, METRICS
+        payload, metrics, form = None, value, ONLY_METRICS
     elif isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
-        payload, metrics, form = value[0], value[1], BOTH
+        payload, metrics, form = value[0], value[1], WITH_METRICS
     elif isinstance(payload, DataProto):
-        form = BATCH
+        form = ONLY_BATCH
     if declared and form != declared and value is not None:
         raise DispatchError(f"{where} returned {form}, but is declared to return {declared}.")
     if metrics is None:
@@ -129,7 +129,7 @@ def result_form(headers: Sequence[Header], where: str) -> str:
     Raise if a result has none of the forms, or if only some ranks returned metrics alone.
     """
     forms = {header.rank: header.returned for header in headers}
-    alone = [rank for rank, form in forms.items() if form == METRICS]
+    alone = [rank for rank, form in forms.items() if form == ONLY_METRICS]
     if alone and len(alone) < len(forms):
         others = [rank for rank in forms if rank not in alone]
         raise DispatchError(
@@ -137,16 +137,16 @@ def result_form(headers: Sequence[Header], where: str) -> str:
             f"{others}. Return the same on every rank: a batch, (batch, metrics), or metrics."
         )
     for rank, form in forms.items():
-        if form not in (BATCH, METRICS, BOTH):
+        if form not in (ONLY_BATCH, ONLY_METRICS, WITH_METRICS):
             raise DispatchError(
                 f"{where} returned {form} on rank {rank}; a data-parallel method must return a "
                 "DataProto, (DataProto, metrics) or a dict of metrics. Convert a TensorDict with "
                 "DataProto.from_tensordict(). To collect one value per rank, register it with "
                 "Dispatch.DP_COMPUTE_METRIC."
             )
-    if BOTH in forms.values():
-        return BOTH
-    return METRICS if alone else BATCH
+    if WITH_METRICS in forms.values():
+        return WITH_METRICS
+    return ONLY_METRICS if alone else ONLY_BATCH
 
 
 def collect_metrics(headers: Sequence[Header]) -> dict[str, list[Any]]:

@@ -138,7 +138,7 @@ class Placement:
         for other in [other for other in self.pools.values() if other is not plan]:
             for count, node in zip(other.process_on_nodes, other.nodes, strict=True):
                 if node.key in rooms:
-                    rooms[node.key].take(count, other.needs)
+                    rooms[node.key].reserve(count, other.needs)
 
         pool_nodes = [node.key for node in plan.nodes]
         lost = [f"{node.name} ({node.key[:8]})" for node in plan.nodes if node.key not in rooms]
@@ -261,14 +261,14 @@ class _Room:
                 return name
         return "" if self.cpus + ROUNDING >= count * (need.cpus or 0.0) else "CPUs"
 
-    def take(self, count: int, need: ProcessNeeds) -> None:
+    def reserve(self, count: int, need: ProcessNeeds) -> None:
         self.devices -= count * need.devices_on(self.node)
         self.cpus -= count * (need.cpus or 0.0)
         for name, amount in need.resources.items():
             self.resources[name] = self.resources.get(name, 0.0) - count * amount
 
     @property
-    def left(self) -> str:
+    def free_resources(self) -> str:
         node = self.node
         text = (
             f"{self.devices:g} of {node.devices} {node.kind}s and {self.cpus:g} of "
@@ -292,7 +292,7 @@ def _choose_nodes(
         if len(chosen) == len(per_node):
             break
     for count, room in zip(per_node, chosen, strict=False):
-        room.take(count, need)
+        room.reserve(count, need)
     if len(chosen) < len(per_node):
         count = per_node[len(chosen)]
         lacking = [room.lacks(count, need) for room in rooms if room not in chosen]
@@ -375,5 +375,5 @@ def _describe_rooms(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
     names: dict[str, list[str]] = {}
     for room in rooms:
         note = " (holds another part of this pool)" if room in chosen else ""
-        names.setdefault(f"{room.left}{note}", []).append(room.node.name)
+        names.setdefault(f"{room.free_resources}{note}", []).append(room.node.name)
     return "; ".join(f"{few(of, 2)}: {left}" for left, of in names.items())

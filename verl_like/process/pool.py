@@ -53,7 +53,7 @@ LONGEST_ANSWER = 2**24
 ENDED_S = 0.5
 """Seconds until the end of a fork is a failure; by then it is known if all forks have ended."""
 LOADED, FAILED = -1, -2
-"""Keys of the answer with facts about the loaded code, and of a `Failure`."""
+"""Keys of the answer with facts about the loaded code, and of a `ProcessFailure`."""
 END_S = 10.0
 """Seconds that a supervisor has to kill its processes."""
 _LENGTH = struct.Struct("!Q")
@@ -76,7 +76,7 @@ class UserCode:
 
 
 @dataclass(frozen=True)
-class Failure:
+class ProcessFailure:
     """The last answer of a process. `words` say what it did, such as "ended with exit code 1"."""
 
     words: str
@@ -153,7 +153,7 @@ class Process:
     has_ended: bool = False
 
 
-class Pool:
+class ProcessPool:
     """Sends messages to processes, and receives their answers until a deadline."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ class Pool:
         """Return the facts about the code of a process that was just started."""
         while True:
             for other, _, answer in self.answers(inf):
-                if other is process and isinstance(answer, Failure):
+                if other is process and isinstance(answer, ProcessFailure):
                     raise ConfigError(answer.words)
                 if other is process:
                     return answer
@@ -270,11 +270,11 @@ class Pool:
         *lines, process.received = (process.received + chunk).split(b"\n")
         for line in lines:
             if line and process in self.processes:
-                self._take(process, line)
+                self._handle_line(process, line)
         if len(process.received) > LONGEST_ANSWER:
             self._fail(process, f"sent an answer of more than {LONGEST_ANSWER // 2**20} MiB")
 
-    def _take(self, process: Process, line: bytes) -> None:
+    def _handle_line(self, process: Process, line: bytes) -> None:
         """Add the event of a line."""
         try:
             answer = json.loads(line)
@@ -304,14 +304,14 @@ class Pool:
         self._events.append((process, key, answer))
 
     def _fail(self, process: Process, words: str, is_late: bool = False) -> None:
-        """End a process; its `Failure` follows the answers that have arrived."""
+        """End a process; its `ProcessFailure` follows the answers that have arrived."""
         code, arrived = process.code, [event for event in self._events if event[0] is process]
         if code is not None and LOADED in process.waiting.values():
             words = f"{code.name} could not be loaded: its process {words}. Its output is above."
             if is_late:
                 words = f"{code.name} did not load within {code.load_s:g} s. {code.if_slow}"
         self.end(process)
-        self._events.extend((*arrived, (process, FAILED, Failure(words, is_late))))
+        self._events.extend((*arrived, (process, FAILED, ProcessFailure(words, is_late))))
 
 
 def _end(process: Process) -> None:

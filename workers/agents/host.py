@@ -28,7 +28,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
-from verl_like.process.pool import Failure, Pool, Process, UserCode
+from verl_like.process.pool import Process, ProcessFailure, ProcessPool, UserCode
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.process import KILL, OPEN, ORDER
 from workers.agents.router import Router
@@ -106,7 +106,7 @@ class EnvironmentHost:
             START_S,
             "If its file does slow work when it is imported, move this work into `reset`.",
         )
-        self._pool = Pool()
+        self._pool = ProcessPool()
         self._load()
 
     def _load(self) -> None:
@@ -177,13 +177,13 @@ class EnvironmentHost:
         for process, _, answer in self._pool.answers(seconds):
             if not isinstance(process, _Fork):
                 yield from self._load_again(answer.words)
-            elif isinstance(answer, Failure) and process in self._idle:
+            elif isinstance(answer, ProcessFailure) and process in self._idle:
                 self._idle.remove(process)
                 self._kill(process)
-            elif isinstance(answer, Failure) and answer.is_late:
+            elif isinstance(answer, ProcessFailure) and answer.is_late:
                 most = f"environment.step_timeout_s={process.step_timeout_s:g} s"
                 yield self._failed(process, f"no answer within {most}", LATE)
-            elif isinstance(answer, Failure):
+            elif isinstance(answer, ProcessFailure):
                 yield self._failed(process, f"its process {answer.words}")
             elif not isinstance(answer, dict):
                 yield self._failed(process, f"it answered {answer!r:.80}")

@@ -84,7 +84,7 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
 class Players:
     """Plays the trajectories of one rollout worker with its environments.
 
-    Call `submit`, then `take` until no trajectory is running.
+    Call `submit`, then `collect` until no trajectory is running.
     """
 
     def __init__(self, config: EnvironmentConfig, tokenizer: Any) -> None:
@@ -118,11 +118,11 @@ class Players:
         image_tokens = engine.image_reader.stop_ids if IMAGES in data.non_tensor_batch else ()
         return self._loop.submit(starts, sampling, MOST_OPEN, image_tokens)
 
-    def take(
+    def collect(
         self, max_tokens: int | None = None, seconds: float | None = None
     ) -> dict[int, Trajectory]:
-        """Play until all trajectories have ended; return those that ended (see `TurnLoop.take`)."""
-        return {} if self._loop is None else self._loop.take(max_tokens, seconds)
+        """Play until all trajectories have ended; return them (see `TurnLoop.collect`)."""
+        return {} if self._loop is None else self._loop.collect(max_tokens, seconds)
 
     def abort(self) -> None:
         """Drop all trajectories."""

@@ -129,7 +129,7 @@ class Trajectory:
     observed_images: Sequence[Any] = ()
     """Path and hash of each image in the observation."""
     num_sampled_in_take: int = 0
-    """Tokens that the loop's current `take` has sampled."""
+    """Tokens that the loop's current `collect` has sampled."""
     chat: list[Message] = field(default_factory=list)
     """The messages so far; with `history_tokens=sampled`, only until the first turn."""
     rewards: list[tuple[int, float]] = field(default_factory=list)

@@ -24,22 +24,22 @@ INSTALL_FLASH = 'pip install torch, then pip install -e ".[flash-attn]" --no-bui
 
 
 def resolve_attention(
-    wanted: str,
+    setting: str,
     device: torch.device,
     dtype: torch.dtype,
     model_cls: Any,
     hf_config: Any = None,
     key: str = "attn_implementation",
 ) -> str:
-    """Return sdpa, or eager if that is wanted, or if sdpa is missing or wrong for the model.
+    """Return sdpa, or eager if that is the setting, or if sdpa is missing or wrong for the model.
 
-    `dtype` is the compute dtype of the passes; `key` is the config key of `wanted`, for messages.
+    `dtype` is the compute dtype of the passes; `key` is the config key of `setting`, for messages.
     """
-    if wanted == "eager":
-        return wanted
+    if setting == "eager":
+        return setting
 
     cap = soft_cap(hf_config)
-    if cap is not None and wanted == "sdpa":
+    if cap is not None and setting == "sdpa":
         raise ConfigError(
             f"{key}=sdpa omits the soft-capping of {model_cls.__name__} "
             f"(attn_logit_softcapping={cap:g} in its config.json), so every number would be "
@@ -51,11 +51,11 @@ def resolve_attention(
     elif cap is not None:
         chosen, reason = "eager", f"sdpa has no soft-capping, which {model_cls.__name__} needs"
 
-    if wanted.startswith("flash_attention"):
+    if setting.startswith("flash_attention"):
         unusable = kernel_blocker(device, dtype)
         reason = unusable and (reason or unusable)
-    if reason and wanted != "auto":
-        warn_once(f"attention: using {chosen} instead of {wanted}: {reason}.")
+    if reason and setting != "auto":
+        warn_once(f"attention: using {chosen} instead of {setting}: {reason}.")
     elif reason:
         log_once(f"attention: {chosen}: {reason}.")
     return chosen

@@ -262,10 +262,10 @@ def recomputed_layers(config: ModelConfig, device_type: str, can_recompute: bool
 
     It may be larger than the model. The default is all on CUDA, if the model class supports it.
     """
-    wanted = config.enable_gradient_checkpointing
-    if wanted is None:
-        wanted = device_type == "cuda" and can_recompute
-    return wanted if type(wanted) is int else ALL_LAYERS * wanted
+    num_layers = config.enable_gradient_checkpointing
+    if num_layers is None:
+        num_layers = device_type == "cuda" and can_recompute
+    return num_layers if type(num_layers) is int else ALL_LAYERS * num_layers
 
 
 def checkpointed_layers(model: nn.Module) -> list[Any]:

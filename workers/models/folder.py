@@ -60,9 +60,9 @@ def model_folder(path: str, weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    wanted = [*SMALL_FILES, "*.safetensors"] if weights else SMALL_FILES
+    patterns = [*SMALL_FILES, "*.safetensors"] if weights else SMALL_FILES
     try:
-        folder_of_hub = Path(snapshot_download(path, allow_patterns=wanted))
+        folder_of_hub = Path(snapshot_download(path, allow_patterns=patterns))
         if weights and not any(folder_of_hub.glob("*.safetensors")):
             folder_of_hub = Path(snapshot_download(path, allow_patterns=["*.bin"]))
     except (OSError, ValueError, HfHubHTTPError) as error:

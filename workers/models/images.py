@@ -49,7 +49,7 @@ def has_vision(config: Any) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 
-class Layout(NamedTuple):
+class ImageLayout(NamedTuple):
     """The tokens of every image of one size."""
 
     text: str
@@ -96,7 +96,7 @@ class ImageReader:
         """The images that passes of this process name by their number here."""
         self._numbers: dict[ImageRef, int] = {}
         self._inputs: OrderedDict[str, dict[str, Tensor]] = OrderedDict()
-        self._layouts: dict[tuple[int, int], Layout] = {}
+        self._layouts: dict[tuple[int, int], ImageLayout] = {}
         self._settings = self.processor._merge_kwargs(
             self.processor.valid_processor_kwargs,
             tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs,
@@ -137,7 +137,7 @@ class ImageReader:
         has_others = self._layout_of(ImageRef("", "", 64, 64)).text.replace(self._token, "")
         return not has_others and hasattr(self.processor, "_get_num_multimodal_tokens")
 
-    def _layout_of(self, ref: ImageRef) -> Layout:
+    def _layout_of(self, ref: ImageRef) -> ImageLayout:
         """Return the tokens of an image, which depend only on its size."""
         size = ref.width, ref.height
         if size not in self._layouts:
@@ -158,7 +158,7 @@ class ImageReader:
             inputs = {name: tensor.transpose(0, 1) for name, tensor in inputs.items()}
         if image.size not in self._layouts:
             grids = {name: tensor for name, tensor in inputs.items() if name.endswith("_thw")}
-            self._layouts[image.size] = Layout(text, text.count(self._token), grids)
+            self._layouts[image.size] = ImageLayout(text, text.count(self._token), grids)
         return inputs
 
     def collapsed(self, ids: Sequence[int], refs: Sequence[ImageRef]) -> list[int]:

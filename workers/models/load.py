@@ -372,9 +372,9 @@ def _end_to_end(tensors: list[Any], rows: slice, others: list[slice]) -> Tensor:
     return slices[0] if len(slices) == 1 else torch.cat(slices)
 
 
-def _other_shape(name: str, stored: Any, wanted: torch.Size) -> str:
+def _other_shape(name: str, stored: Any, expected_shape: torch.Size) -> str:
     """Return what is wrong with the shape of a folder's tensor; "" if nothing is."""
-    there, here = _shape_of(stored), list(wanted)
+    there, here = _shape_of(stored), list(expected_shape)
     return "" if there == here else f"{name} (is {there}, config.json says {here})"
 
 

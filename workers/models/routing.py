@@ -3,7 +3,7 @@
     routers = Routers(module)
     with routers.recording() as noted:                 # during a rollout
         module(input_ids=ids)
-    chosen = noted.take()                          # [tokens, layers, choices]
+    chosen = noted.pop_choices()                   # [tokens, layers, choices]
 
     with routers.replaying():                       # in training
         routers.replay(chosen)                      # until the next call
@@ -33,13 +33,13 @@ from workers.parallel.fsdp import experts_of
 
 
 class RecordedChoices:
-    """The expert choices of all passes since the last `take`."""
+    """The expert choices of all passes since the last `pop_choices`."""
 
     def __init__(self, num_layers: int, dtype: torch.dtype) -> None:
         self.layers: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self.dtype = dtype
 
-    def take(self) -> Tensor:
+    def pop_choices(self) -> Tensor:
         """Return the choices of these passes, [tokens, layers, choices], on the CPU."""
         layers = [torch.cat(passes) for passes in self.layers]
         self.layers = [[] for _ in layers]

@@ -170,13 +170,13 @@ def resolve_sharding(
 
     offload: dict[str, Any] = {}
     for name in ("param_offload", "optimizer_offload"):
-        wanted = getattr(config, name, None)  # a frozen module has no optimizer
-        if offloads and wanted is False:
+        offload_setting = getattr(config, name, None)  # a frozen module has no optimizer
+        if offloads and offload_setting is False:
             raise ConfigError(
                 f"strategy={strategy} and {section}.{name}=False contradict each other. Leave out "
                 f"{name} to offload, or set strategy={base} not to."
             )
-        offload[name] = offloads or bool(wanted)
+        offload[name] = offloads or bool(offload_setting)
     return Sharding(base, 1 if unsharded else size, **offload, **axes)
 
 

@@ -125,9 +125,9 @@ def token_stats(
     The backward pass overwrites the logits; sums of squared probabilities have no gradient.
     """
     stats = _Stats.apply(logits, labels, vocab, temperature, entropy, sum_pi_squared)  # type: ignore[no-untyped-call]
-    wanted = {"log_probs": True, "entropys": entropy, "sum_pi_squared": sum_pi_squared}
+    requested = {"log_probs": True, "entropys": entropy, "sum_pi_squared": sum_pi_squared}
     return {
         name: column
-        for (name, is_wanted), column in zip(wanted.items(), stats, strict=True)
-        if is_wanted
+        for (name, is_requested), column in zip(requested.items(), stats, strict=True)
+        if is_requested
     }

@@ -40,7 +40,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
-from verl_like.process.pool import Failure, Pool, Process
+from verl_like.process.pool import Process, ProcessFailure, ProcessPool
 from workers.rewards.program import Program
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -89,9 +89,9 @@ def run_tests(
     if kind == "value" and any(problem is None for _, problem in results.values()):
         expected = _evaluate(expected, limits)
     passed = 0
-    for number, wanted in enumerate(expected):
+    for number, target in enumerate(expected):
         output, problem = results.get(number, ("", "was not run"))
-        passed += problem is None and is_expected(kind, output, wanted)
+        passed += problem is None and is_expected(kind, output, target)
     return {"score": passed / len(expected), "acc": float(passed == len(expected))}
 
 
@@ -176,36 +176,36 @@ def is_expected(kind: str, output: str, expected: Any) -> bool:
     if kind == "assert":
         return True
     if kind == "value":
-        check, wanted = expected
-        holds: bool = check.holds(value_of(output), wanted)
+        check, target = expected
+        holds: bool = check.holds(value_of(output), target)
         return holds
     if kind == "stdin":
         return _alike(output.split(), _text(expected).split())
     try:
         result = json.loads(output)
-        wanted = json.loads(expected) if isinstance(expected, str) else expected
+        target = json.loads(expected) if isinstance(expected, str) else expected
     except ValueError:
-        result, wanted = output, expected
-    in_a_list = isinstance(wanted, list) and len(wanted) == 1 and _equal(result, wanted[0])
-    return in_a_list or _equal(result, wanted)
+        result, target = output, expected
+    in_a_list = isinstance(target, list) and len(target) == 1 and _equal(result, target[0])
+    return in_a_list or _equal(result, target)
 
 
-def _equal(actual: Any, wanted: Any) -> bool:
-    if isinstance(actual, float) or isinstance(wanted, float):
-        return _alike([str(actual)], [str(wanted)])
-    return bool(actual == wanted)
+def _equal(actual: Any, target: Any) -> bool:
+    if isinstance(actual, float) or isinstance(target, float):
+        return _alike([str(actual)], [str(target)])
+    return bool(actual == target)
 
 
-def _alike(actual: list[str], wanted: list[str]) -> bool:
+def _alike(actual: list[str], target: list[str]) -> bool:
     """Return True if two lists of words are equal, with a tolerance for numbers."""
-    if len(actual) != len(wanted):
+    if len(actual) != len(target):
         return False
-    return all(a == b or _close(a, b) for a, b in zip(actual, wanted, strict=True))
+    return all(a == b or _close(a, b) for a, b in zip(actual, target, strict=True))
 
 
-def _close(actual: str, wanted: str) -> bool:
+def _close(actual: str, target: str) -> bool:
     try:
-        return math.isclose(float(actual), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+        return math.isclose(float(actual), float(target), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except ValueError:
         return False
 
@@ -215,14 +215,14 @@ class _Runner:
 
     def __init__(self, network: bool) -> None:
         self._network = "on" if network else "off"
-        self._pool: Pool | None = None
+        self._pool: ProcessPool | None = None
         self._child: subprocess.Popen[bytes] | None = None
 
     def results(self, program: Program) -> dict[int, tuple[str, str | None]]:
         """Return the output, and the problem or None, of every test that ran, by its number."""
         results: dict[int, tuple[str, str | None]] = {}
         if self._pool is None:
-            self._pool = Pool()
+            self._pool = ProcessPool()
             self._child, pipe = start_child("workers.rewards.program", self._network)
             with pipe:
                 self._pool.add(Process(socket.socket(fileno=os.dup(pipe.fileno()))))
@@ -232,7 +232,7 @@ class _Runner:
         self._pool.send(process, tests, inf, time.monotonic() + program.total_s + START_S)
         while process.waiting:
             for _, number, answer in self._pool.answers(inf):
-                if isinstance(answer, Failure):  # a program disturbed it, or it is late
+                if isinstance(answer, ProcessFailure):  # a program disturbed it, or it is late
                     self.stop()
                     return results
                 output, problem = answer

@@ -24,7 +24,7 @@ from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.tensor_ops import last_places
 from workers.columns import IMAGES, count_ones, read_columns, token_rows
-from workers.rewards.outcome import LATE, STEPS, VOTE, Failures, Outcome, Sample, group_by_kind
+from workers.rewards.outcome import LATE, STEPS, VOTE, Failures, Sample, ScoreOutcome, group_by_kind
 from workers.rewards.scorer import Scorer
 from workers.thoughts import REASONING, ThoughtReader, split_thoughts
 
@@ -131,7 +131,7 @@ class RewardManager:
         self._scorer.stop()
 
 
-def _on_tokens(values: Tensor, outcomes: list[Outcome], mask: Tensor) -> tuple[Tensor, Tensor]:
+def _on_tokens(values: Tensor, outcomes: list[ScoreOutcome], mask: Tensor) -> tuple[Tensor, Tensor]:
     """Place each row's scores at their tokens; return them, and a mask of the ends of scored steps.
 
     If a row has step scores, a score of zero at the last token does not count as a step.

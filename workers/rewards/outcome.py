@@ -25,7 +25,7 @@ Sample = dict[str, Any]
 """The values of a sample that a reward function can read: `SAMPLE_FIELDS` and other columns."""
 Steps = list[tuple[int, float]]
 """The steps of a response: the token at which each ends, and its score."""
-Outcome = tuple[float | None, dict[str, Any], str | None]
+ScoreOutcome = tuple[float | None, dict[str, Any], str | None]
 """A score, or None after a failure; other numbers, `pred` and steps; an error, or None.
 
 With a score, the text is not an error: it names entries that are ignored.
@@ -59,7 +59,7 @@ LARGEST_SCORE = 3.4028234e38
 """Largest score that is finite in float32, in which a batch stores scores."""
 
 
-def read_outcome(result: Any) -> Outcome:
+def read_outcome(result: Any) -> ScoreOutcome:
     """Return the outcome for a function's result: a finite number, or a dict with one as "score".
 
     With step scores, "score" is optional. Raise a ValueError for other results.
@@ -120,7 +120,7 @@ def is_finite(score: float) -> bool:
     return math.isfinite(score) and abs(score) <= LARGEST_SCORE
 
 
-def read_answer(answer: Any) -> Outcome:
+def read_answer(answer: Any) -> ScoreOutcome:
     """Return the outcome in a process's answer; ValueError if it is invalid."""
     try:
         score, extras, error = answer
@@ -150,7 +150,7 @@ NOT_THE_USERS = (
 
 
 @dataclass
-class Failure:
+class ScoringFailure:
     """A kind of failure: the uid and error of its first sample, and the number of its samples."""
 
     uid: str
@@ -162,7 +162,7 @@ class Failure:
         return f"{self.uid}{others}: {with_source(self.error)}"
 
 
-Failures = dict[str, Failure]
+Failures = dict[str, ScoringFailure]
 """The failures of one reward by kind."""
 
 
@@ -173,7 +173,7 @@ def group_by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
         kind = error.rpartition("\n")[2]
         if kind not in kinds and len(kinds) >= MOST_KINDS:
             kind = OTHERS
-        kinds.setdefault(kind, Failure(uid, error)).count += 1
+        kinds.setdefault(kind, ScoringFailure(uid, error)).count += 1
     return kinds
 
 
@@ -214,7 +214,7 @@ class FailureLog:
                 sums[kind].count += failure.count
             else:
                 new.append(failure)
-                sums[kind] = Failure(failure.uid, failure.error, failure.count)
+                sums[kind] = ScoringFailure(failure.uid, failure.error, failure.count)
         if new:
             count = sum(failure.count for failure in failures.values())
             of_all = f"{count} of {num_samples} samples"
@@ -231,5 +231,5 @@ class FailureLog:
                 logger.warning("total failures of the reward %r:%s", name, _below(sums.values()))
 
 
-def _below(failures: Iterable[Failure]) -> str:
+def _below(failures: Iterable[ScoringFailure]) -> str:
     return "".join(f"\n  {failure}" for failure in failures)

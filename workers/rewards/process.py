@@ -24,12 +24,12 @@ from verl_like.process.pool import UserEnd, describe_error
 from verl_like.process.supervisor import supervise
 from verl_like.registry import load_attribute
 from workers.rewards.call import RewardCall
-from workers.rewards.outcome import LATE, NO_REWARD, Outcome, Sample, place_of, read_outcome
+from workers.rewards.outcome import LATE, NO_REWARD, Sample, ScoreOutcome, place_of, read_outcome
 from workers.rewards.scorer import BATCH_SHARES, FunctionSpec
 
 MAX_SIDE_BY_SIDE = 64
 """Maximum number of concurrent calls of a coroutine function."""
-Put = Callable[[int, Outcome], None]
+Put = Callable[[int, ScoreOutcome], None]
 """A function that sends the outcome of the sample with this number."""
 
 
@@ -89,7 +89,7 @@ class Calls:
                 self._spec.sandbox.allow_cpu()
                 put(number, self._outcome(lambda row: read_outcome(self._call(row)), sample))
 
-    def score_batch(self, samples: list[Sample]) -> list[Outcome]:
+    def score_batch(self, samples: list[Sample]) -> list[ScoreOutcome]:
         """Return the outcome of every sample, from one call of the function."""
         try:
             results: Any = self._call.whole_batch(samples)
@@ -107,13 +107,13 @@ class Calls:
             return [self._failed(err)] * len(samples)
         return [self._outcome(read_outcome, result) for result in results]
 
-    def _outcome(self, read: Callable[[Any], Outcome], value: Any) -> Outcome:
+    def _outcome(self, read: Callable[[Any], ScoreOutcome], value: Any) -> ScoreOutcome:
         try:
             return read(value)
         except BaseException as err:  # noqa: BLE001 - a user's function may raise anything
             return self._failed(err)
 
-    def _failed(self, err: BaseException) -> Outcome:
+    def _failed(self, err: BaseException) -> ScoreOutcome:
         return None, {}, describe_error(err, self._withheld) + place_of(err)
 
     async def _score_side_by_side(self, samples: list[tuple[int, Sample]], put: Put) -> None:

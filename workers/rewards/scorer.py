@@ -24,10 +24,10 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.process.machine import usable_cores
-from verl_like.process.pool import LOADED, Failure, Pool, Process, UserCode
+from verl_like.process.pool import LOADED, Process, ProcessFailure, ProcessPool, UserCode
 from verl_like.process.sandbox import Sandbox
 from verl_like.registry import check_file
-from workers.rewards.outcome import LATE, Outcome, Sample, read_answer
+from workers.rewards.outcome import LATE, Sample, ScoreOutcome, read_answer
 
 logger = logging.getLogger(__name__)
 
@@ -111,13 +111,13 @@ class Scorer:
         )
         self._most = min(MOST_PROCESSES, usable_cores())
         self._is_given_up = False
-        self._pool = Pool()
+        self._pool = ProcessPool()
         self._sizes: dict[Process, int] = {}
         """The loaded processes, and how many samples each gets next."""
         self._begun: dict[Process, float] = {}
         """Those that score samples, and when these were sent."""
         self._samples: Sequence[Sample] = ()
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[ScoreOutcome] = []
         self._groups: deque[list[int]] = deque()
         """Numbers of samples that wait; a process takes samples of the first group."""
         self.reads: frozenset[str] | None = None
@@ -143,7 +143,7 @@ class Scorer:
             self._pool.wait_until_loaded(process)
             self._sizes[process] = 1
 
-    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample]) -> list[ScoreOutcome]:
         """Return one outcome per sample."""
         self._samples, self._outcomes = samples, [(None, {}, LATE)] * len(samples)
         self._groups = deque([[*range(len(samples))]] if samples else ())
@@ -164,7 +164,7 @@ class Scorer:
             for process, key, answer in self._pool.answers(LOOK_S):
                 if key == LOADED:
                     self._sizes[process] = 1
-                elif not isinstance(answer, Failure):
+                elif not isinstance(answer, ProcessFailure):
                     self._note_answer(process, key, answer)
                 elif self._sizes.pop(process, None) is None:
                     problems.append(answer.words)
@@ -222,7 +222,7 @@ class Scorer:
             doubled = min(2 * self._sizes[process], MOST_AT_A_TIME)
             self._sizes[process] = doubled if is_quick else 1
 
-    def _put_back(self, process: Process, failure: Failure) -> None:
+    def _put_back(self, process: Process, failure: ProcessFailure) -> None:
         """Store the failure for the sample that caused it; let others wait in smaller groups."""
         numbers = [*process.waiting.values()]
         suspects = numbers[:1] if failure.is_late and self._is_sequential else numbers

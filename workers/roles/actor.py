@@ -130,9 +130,11 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         """
         wants_squares = bool(data.meta_info.get("sum_pi_squared", False))
         with utilization("actor_infer", self.engine, trains=False) as mfu:
-            wanted = TokenOutputs(self.temperature, entropy=True, sum_pi_squared=wants_squares)
+            token_outputs = TokenOutputs(
+                self.temperature, entropy=True, sum_pi_squared=wants_squares
+            )
             budget = self.log_prob_budget or self.budget
-            outputs = self.engine.forward_rows(data, budget, wanted, self.routed)
+            outputs = self.engine.forward_rows(data, budget, token_outputs, self.routed)
         columns = {"old_log_probs": outputs.pop("log_probs"), **outputs}
         return CallResult(DataProto.from_dict(columns), mfu)
 

@@ -186,11 +186,11 @@ class CriticCopyWorker(WeightReceiver, ModelWorker):
         return DataProto.from_dict({**columns.columns, "value_version": version})
 
     @register(dispatch_mode=ENGINE_DISPATCH, readonly=True)
-    def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
+    def forward(self, data: DataProto, outputs: Sequence[str] = (), top_k: int = 0) -> DataProto:
         """Return the values under the most recently delivered weights."""
         if self.engine.version is None:
             raise WeightSyncError(
                 f"{self.role}: this copy of the critic has no weights: none were sent, or a rank "
                 "rejected them. Send them with deliver_weights(critic_group, copy_group)."
             )
-        return super().forward(data, wanted, top_k)
+        return super().forward(data, outputs, top_k)

@@ -87,25 +87,25 @@ class ModelWorker(Worker):
         return {}
 
     @register(dispatch_mode=ENGINE_DISPATCH, readonly=True)
-    def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
-        """Return the `wanted` columns of the model's outputs, by default all that it computes.
+    def forward(self, data: DataProto, outputs: Sequence[str] = (), top_k: int = 0) -> DataProto:
+        """Return the columns `outputs` of the model's outputs, by default all that it computes.
 
-        A token head computes `log_probs`, and if wanted `entropys` and `sum_pi_squared`, and the
+        A token head computes `log_probs`, and on request `entropys` and `sum_pi_squared`, and the
         `top_k` likeliest tokens of the vocabulary (`TokenOutputs`). Other heads compute `values` or
         `scores`.
         """
-        extra = "entropys" in wanted, "sum_pi_squared" in wanted
+        extra = "entropys" in outputs, "sum_pi_squared" in outputs
         budget = self.log_prob_budget or self.budget
         columns = self.engine.forward_rows(
             data, budget, TokenOutputs(self.temperature, *extra, top_k), self.routed
         )
-        for name in wanted:
+        for name in outputs:
             if name not in columns:
                 raise BatchError(
                     f"{self.role}.forward: the model has no output {name!r}; it has "
                     f"{', '.join(columns)}.{nearest(name, columns)}"
                 )
-        return DataProto.from_dict({name: columns[name] for name in wanted or columns})
+        return DataProto.from_dict({name: columns[name] for name in outputs or columns})
 
     @register(dispatch_mode=ENGINE_DISPATCH, readonly=True)
     def forward_backward(
@@ -127,8 +127,8 @@ class ModelWorker(Worker):
         metrics, outputs = self.engine.forward_backward_rows(
             data, self.budget, loss_of_batch, denominators
         )
-        if loss_of_batch.measured is not None:
-            metrics |= loss_of_batch.measured(self.engine.groups.batch)
+        if loss_of_batch.extra_metrics is not None:
+            metrics |= loss_of_batch.extra_metrics(self.engine.groups.batch)
         return CallResult(DataProto.from_dict(outputs), metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -110,10 +110,10 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
         return DataProto.from_dict({"ref_log_prob": outputs["log_probs"]})
 
     @register(dispatch_mode=ENGINE_DISPATCH, readonly=True)
-    def forward(self, data: DataProto, wanted: Sequence[str] = (), top_k: int = 0) -> DataProto:
-        """Return the `wanted` output columns, computed with the reference's weights."""
+    def forward(self, data: DataProto, outputs: Sequence[str] = (), top_k: int = 0) -> DataProto:
+        """Return the columns `outputs`, computed with the reference's weights."""
         with self.without_adapter():
-            return super().forward(data, wanted, top_k)
+            return super().forward(data, outputs, top_k)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> SyncReport:

@@ -142,13 +142,13 @@ class RolloutWorker(WeightReceiver, Worker):
                 "them first."
             )
         numbers = self._begin(data)
-        results = (self.players or self.engine).take()
+        results = (self.players or self.engine).collect()
         return self._batch_of([results[number] for number in numbers], len(data))
 
     @register(dispatch_mode=SUBMIT_DISPATCH, readonly=True, blocking=False)
     @in_step
     def submit(self, data: DataProto) -> None:
-        """Start generating samples of these rows; `take` returns them with the column `request`."""
+        """Start generating samples of these rows; `collect` returns them, with `request`."""
         require(data, REQUEST)
         numbers = self._begin(data)
         requests = data.padded(REQUEST)[: len(numbers)].tolist()
@@ -156,13 +156,15 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     @in_step
-    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> DataProto | None:
+    def collect(
+        self, max_tokens: int | None = None, seconds: float | None = None
+    ) -> DataProto | None:
         """Generate until all samples are finished; return the finished ones, or None.
 
         Return earlier once a sample has `max_tokens` more tokens, or after `seconds`.
         """
         try:
-            results = (self.players or self.engine).take(max_tokens, seconds)
+            results = (self.players or self.engine).collect(max_tokens, seconds)
         except BaseException:
             self._requests = {}
             raise

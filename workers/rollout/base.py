@@ -122,8 +122,8 @@ class EngineLimits:
     keep_kv_cache: bool = False
 
 
-class TakeBudget:
-    """The limits of one `take`: new tokens per sample, and seconds; None means no limit."""
+class CollectBudget:
+    """The limits of one `collect`: new tokens per sample, and seconds; None means no limit."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class TakeBudget:
         seconds: float | None = None,
         until_one: bool = False,
     ) -> None:
-        """Start the clock. With `until_one`, `take` ends once a sample is finished."""
+        """Start the clock. With `until_one`, `collect` ends once a sample is finished."""
         self.max_tokens, self.until_one = max_tokens, until_one
         self._until = None if seconds is None else time.monotonic() + seconds
 
@@ -157,7 +157,7 @@ class RolloutEngine(ABC):
             engine.commit(version)              # ... until every rank has verified its weights
             ids = engine.submit(samples, sampling)
             while engine.num_running:           # between two takes, you can submit more samples
-                done = engine.take(seconds=1.0) # and load newer weights
+                done = engine.collect(seconds=1.0)  # and load newer weights
             engine.sleep()                      # frees memory for training
 
     A sample's noise does not depend on the other running samples. An engine that shares the
@@ -243,7 +243,7 @@ class RolloutEngine(ABC):
         self._running |= added
         return list(added)
 
-    def take(
+    def collect(
         self,
         max_tokens: int | None = None,
         seconds: float | None = None,
@@ -270,7 +270,7 @@ class RolloutEngine(ABC):
                 "version), then generate these samples again."
             )
         try:
-            finished = self._advance(TakeBudget(max_tokens, seconds, until_one))
+            finished = self._advance(CollectBudget(max_tokens, seconds, until_one))
             for sample in finished.values():
                 broken = (~sample.log_probs.isfinite() & sample.is_sampled).nonzero()
                 if len(broken):
@@ -302,7 +302,7 @@ class RolloutEngine(ABC):
                 "or abort them first."
             )
         numbers = self.submit(samples, sampling)
-        finished = self.take()
+        finished = self.collect()
         return [finished[number] for number in numbers]
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -375,7 +375,7 @@ class RolloutEngine(ABC):
         """Start these samples, by number; they are already checked."""
 
     @abstractmethod
-    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
+    def _advance(self, budget: CollectBudget) -> dict[int, Sample]:
         """Generate until all samples are finished or the budget is spent.
 
         Return the finished samples. `version` may have changed since the last call; tokens sampled

@@ -3,7 +3,7 @@
     client = RolloutClient(group)
     client.submit(Submission(rows))
     while client.submissions:
-        for submission in client.take(seconds=0.5):   # the submissions that are complete
+        for submission in client.collect(seconds=0.5):   # the submissions that are complete
             samples = submission.samples()
 
 Engines run independently of each other. Between two takes, you can sync weights and submit more
@@ -59,7 +59,7 @@ class Submission:
 
     def samples(self) -> DataProto:
         """Return all samples in the order of the rows; none may be missing."""
-        assert not self.missing, "`take` returns only complete submissions"
+        assert not self.missing, "`collect` returns only complete submissions"
         samples = self._parts[0] if len(self._parts) == 1 else DataProto.concat(self._parts)
         if self._numbers == list(range(len(self.rows))):
             return samples
@@ -76,12 +76,12 @@ class RolloutClient:
     def __init__(self, group: Any) -> None:
         self.group = group
         self.submissions: dict[int, Submission] = {}
-        """The submissions that `take` has not returned yet, by number."""
+        """The submissions that `collect` has not returned yet, by number."""
         self._last_number = 0
         self._num_open: dict[int, int] = {}
         """By rank: the number of samples that it is generating."""
         self._sent: list[WorkerFuture] = []
-        """Futures of the `submit` calls since the last `take`."""
+        """Futures of the `submit` calls since the last `collect`."""
         self._following: list[WorkerFuture] = []
         """Futures of `follow` calls, on the other ranks of the engines that were called."""
 
@@ -134,14 +134,16 @@ class RolloutClient:
             self._sent.append(self._ask("submit", rank, _rows(requests, share)))
             self._num_open[rank] = self._num_open.get(rank, 0) + len(share)
 
-    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> list[Submission]:
+    def collect(
+        self, max_tokens: int | None = None, seconds: float | None = None
+    ) -> list[Submission]:
         """Let every rank with unfinished samples generate; return the complete submissions.
 
-        The limits are those of an engine's `take`. If a rank is lost, raise `WorkerDiedError`; all
-        submissions of the group are then lost.
+        The limits are those of an engine's `collect`. If a rank is lost, raise `WorkerDiedError`;
+        all submissions of the group are then lost.
         """
         ranks = [rank for rank, number in self._num_open.items() if number]
-        calls = {rank: self._ask("take", rank, max_tokens, seconds) for rank in ranks}
+        calls = {rank: self._ask("collect", rank, max_tokens, seconds) for rank in ranks}
         sent, self._sent, following, self._following = self._sent, [], self._following, []
         gather(*sent, *calls.values(), *following)
         for rank, call in calls.items():

@@ -21,7 +21,7 @@ from verl_like.errors import ConfigError
 from workers.models.folder import factor_border
 from workers.models.state import named_state
 from workers.models.support import Support
-from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
+from workers.rollout.base import CollectBudget, EngineLimits, SamplingParams
 from workers.rollout.module_engine import ModuleRolloutEngine
 from workers.rollout.sample import UNFINISHED, Sample, num_of_older_weights
 from workers.rollout.sampling import sample_tokens, uniforms
@@ -75,7 +75,7 @@ class HFRolloutEngine(ModuleRolloutEngine):
         for number, sample in samples.items():
             self._decodings[number] = _Decoding(self, sample, sampling)
 
-    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
+    def _advance(self, budget: CollectBudget) -> dict[int, Sample]:
         """Run one sample after the other; the time limit is checked only between two samples."""
         finished: dict[int, Sample] = {}
         was_training = self.module.training
@@ -167,7 +167,7 @@ class _Decoding:
                 **inputs,
             )
         if noted is not None:
-            chosen = noted.take()
+            chosen = noted.pop_choices()
             if not self.engine.uses_cache:  # each pass reads the whole row; the last one counts
                 chosen = chosen[-(len(self.sample.prompt) + len(self.tokens) - 1) :]
             elif self.cache is not None and self.routed is not None:

@@ -75,13 +75,13 @@ def build_model(model: Model, worker: Worker) -> None:
 
     # the row layout of passes, and the attention kernel
     config, hf_config = model.model_config, model.module.config
-    dtype, wanted = model.precision.compute, config.attn_implementation
+    dtype, setting = model.precision.compute, config.attn_implementation
     why_not = kernel_blocker(model.device, dtype)
-    if not why_not or wanted != "auto":
+    if not why_not or setting != "auto":
         from workers.training.passes.varlen import find_kernel
 
         size, has_cap = head_size(hf_config), soft_cap(hf_config) is not None
-        model.kernel, why_not = find_kernel(wanted, model.device, dtype, size, has_cap)
+        model.kernel, why_not = find_kernel(setting, model.device, dtype, size, has_cap)
     routers_count_tokens = bool(model.spec.router_aux_loss_coef)
     model.row_passes = choose_layout(
         model.module,

@@ -61,7 +61,7 @@ from workers.training.optim import (
 from workers.training.out_of_memory import run_to_the_end
 from workers.training.passes.forward_backward import INPUTS, TOKENS, Reading
 from workers.training.passes.lm_head import DEFAULT, TokenOutputs
-from workers.training.passes.packing import Work, check_rows
+from workers.training.passes.packing import PassCounts, check_rows
 from workers.training.sharded_model import Model
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ class TrainEngine(Model):
         """Weight -> the norm of its gradient in the last step; None if they are not recorded."""
         self.smaller_budgets: dict[MicroBatchBudget, MicroBatchBudget] = {}
         """Budget that ran out of memory -> smaller budget that fitted (see `training.update`)."""
-        self.work = Work()
+        self.work = PassCounts()
         """What the rows of the passes needed, since a call reset it (`mfu.utilization`)."""
-        self.names_of_step: list[str] = []
+        self.gradient_rows: list[str] = []
         """Names of the rows with gradients in the next optimizer step, for messages."""
 
     def build(self, worker: Worker, total_steps: int = 0) -> None:
@@ -124,7 +124,7 @@ class TrainEngine(Model):
         self,
         data: DataProto,
         budget: MicroBatchBudget,
-        wanted: TokenOutputs = DEFAULT,
+        token_outputs: TokenOutputs = DEFAULT,
         names: Sequence[str] = (),
     ) -> RowColumns:
         """Return every row's `log_probs` (and `entropys`, `sum_pi_squared`), `values` or `scores`.
@@ -132,13 +132,13 @@ class TrainEngine(Model):
         `scores` is [rows]. The other columns are [rows, R], zero outside the response mask, and
         ragged if the mask is. `names` are further columns that the model reads.
         """
-        rows = self.take(data, names, self.reading.inputs)
+        rows = self.select_rows(data, names, self.reading.inputs)
         pass_outputs: PassOutputs = {}
         self.module.eval()
         with self.running(), torch.no_grad(), computing_in(self.module, self.cast):
             cuts = self.cut(rows.columns, budget)
             batches = micro_batches(rows.columns, cuts, self.groups.data)
-            for outputs, num_real in self.layers.forward(self.reading, batches, wanted):
+            for outputs, num_real in self.layers.forward(self.reading, batches, token_outputs):
                 for name, column in outputs.items():
                     pass_outputs.setdefault(name, []).append(column[:num_real])
             return self.restored(rows, pass_outputs, cuts)
@@ -154,7 +154,7 @@ class TrainEngine(Model):
             yield
         except BaseException:
             self.optimizer.zero_grad(set_to_none=True)
-            self.has_gradients, self.names_of_step = False, []
+            self.has_gradients, self.gradient_rows = False, []
             raise
         finally:
             self.module.eval()
@@ -191,7 +191,7 @@ class TrainEngine(Model):
             if all_reduce(torch.tensor(int(bool(problem))), self.groups.data):
                 raise torch.OutOfMemoryError(problem or "another rank ran out of memory")
         self.has_gradients = True
-        self.names_of_step += batch.names
+        self.gradient_rows += batch.names
         metrics: dict[str, Tensor] = {}
         if self.layers.has_last:
             summed = all_reduce(torch.stack(list(totals.values())), self.groups.data)
@@ -258,7 +258,7 @@ class TrainEngine(Model):
         `denominators` (`num_rows`, `num_tokens`) are the counts of the mini-batch to which the
         batch belongs. By default, the batch is a whole mini-batch.
         """
-        rows = self.take(data, loss.columns)
+        rows = self.select_rows(data, loss.columns)
         batch = mini_batch(rows, 0, 1, self.groups.data)
         counts: Mapping[str, Any] = denominators or {}
         batch = replace(batch, **counts)
@@ -309,7 +309,7 @@ class TrainEngine(Model):
         with settings.applied_to(self.optimizer):
             lr: float = self.optimizer.param_groups[0]["lr"]
             norm = guarded_step(self.optimizer, self.parameters(), grad_clip, self.groups, copies)
-        names, self.names_of_step = self.names_of_step, []
+        names, self.gradient_rows = self.gradient_rows, []
         self.has_gradients = False
         self.guard.note(norm, names)
         if settings.ends_update:
@@ -324,11 +324,11 @@ class TrainEngine(Model):
             part.sum_gradients()
         self.layers.sum_tied_gradients()
 
-    def take(
+    def select_rows(
         self, data: DataProto, names: Sequence[str] = (), inputs: Sequence[str] = INPUTS
     ) -> Rows:
         """Return this rank's real rows of a batch, with the columns `inputs` and `names`."""
-        rows = Rows.take(data, (*inputs, *names), self.dims.data_size)
+        rows = Rows.from_batch(data, (*inputs, *names), self.dims.data_size)
         check_rows(self.module, rows.columns["input_ids"])
         for part in self.parts:
             part.check_rows(rows.columns)

@@ -35,7 +35,7 @@ def take_gradients(engine: TrainEngine, keep: bool = False) -> dict[str, float]:
     square = product([(gradient, gradient) for gradient in gradients.values()], engine.groups)
     numbers = {"norm": math.sqrt(square), "dot": product(pairs, engine.groups)}
     engine.optimizer.zero_grad(set_to_none=True)
-    engine.has_gradients, engine.names_of_step = False, []
+    engine.has_gradients, engine.gradient_rows = False, []
     return numbers
 
 

@@ -43,11 +43,11 @@ class Loss:
     compute: LossFn
     columns: Sequence[str] = ()
     """Columns that it reads in addition to `responses` and `response_mask`."""
-    wanted: TokenOutputs = DEFAULT
+    token_outputs: TokenOutputs = DEFAULT
     """Outputs of the model that it reads in addition to log-probs."""
-    measured: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
+    extra_metrics: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
     """Returns the metrics measured during the passes, combined over the ranks of a group."""
-    of_stage: Callable[[RowColumns], list[Tensor]] | None = None
+    stage_terms: Callable[[RowColumns], list[Tensor]] | None = None
     """Returns the terms that layers before the last stage add to the loss of a micro-batch."""
     is_balanced: bool = True
     """True if the load-balancing loss of a mixture of experts is added."""

@@ -9,7 +9,7 @@ two for every weight that multiplies it, and its attention to the whole row. Eac
 same again. A prefix that rows of a mini-batch share counts once. Repeated work (gradient
 checkpointing) and useless work (padding, dummy passes) do not count. A loss needs the head only at
 responses, so only these positions count. The engine counts when it divides rows into passes
-(`Work`).
+(`PassCounts`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from verl_like.process.machine import memory_gib
 from workers.models.attention import heads_of, layer_configs
 from workers.models.causal_lm import language_half
 from workers.training.microbatch import all_reduce
-from workers.training.passes.packing import Work
+from workers.training.passes.packing import PassCounts
 
 if TYPE_CHECKING:
     from workers.training.engine import TrainEngine
@@ -79,7 +79,7 @@ def utilization(
     of the device is unknown, as on a CPU.
     """
     metrics: dict[str, float] = {}
-    engine.work = Work()
+    engine.work = PassCounts()
     began = time.perf_counter()
     yield metrics
     peak = peak_flops(engine.device)

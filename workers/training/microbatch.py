@@ -1,7 +1,7 @@
 """Split a rank's chunk of a batch into mini- and micro-batches.
 
 - The real rows of the chunk are stored without padding, and pad rows of the dispatch are dropped
-  (`Rows.take`). Results are restored to the order of the rows, with zeros for pad rows
+  (`Rows.from_batch`). Results are restored to the order of the rows, with zeros for pad rows
   (`Rows.restore`).
 - Mini-batch k of K contains the global rows `g % K == k`: the same samples at every number of ranks
   (`mini_batch`); `workers.training.update` permutes the rows.
@@ -130,7 +130,7 @@ class Rows:
     """The response mask (or the first column) as this rank received it, with pad rows."""
 
     @classmethod
-    def take(cls, data: DataProto, names: Sequence[str], num_ranks: int = 1) -> Rows:
+    def from_batch(cls, data: DataProto, names: Sequence[str], num_ranks: int = 1) -> Rows:
         """Take columns of the real rows; reject a chunk for another number of ranks."""
         require(data, *names)
         if data.shard is None and num_ranks > 1:

@@ -230,8 +230,8 @@ class OptimStepSettings:
     @contextmanager
     def applied_to(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         """Context in which the optimizer has these settings; raise if it does not support one."""
-        wanted = {name: getattr(self, name) for name in SETTINGS}
-        changes = {name: value for name, value in wanted.items() if value is not None}
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        changes = {name: value for name, value in settings.items() if value is not None}
         for name in changes:
             if name not in optimizer.defaults:
                 raise ConfigError(

@@ -64,7 +64,7 @@ class RowScores(Reading):
         reads[(lengths.cumsum(0) - 1)[lengths > 0]] = True
         return ids.with_values(reads)
 
-    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
+    def outputs(self, columns: RowColumns, token_outputs: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass; return `scores` [rows]."""
         model, device = self.model, self.model.device
         reads = self.reads(columns)
@@ -105,10 +105,10 @@ class Pairs(Reading):
         parts = self._passes(columns)
         return [self.model.feed(part, self.of_rows.reads(part)) for part in parts]
 
-    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
+    def outputs(self, columns: RowColumns, token_outputs: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass over both sides; return [pairs, 2, ...] columns."""
         parts = self._passes(columns)
-        outputs = [self.of_rows.outputs(part, wanted) for part in parts]
+        outputs = [self.of_rows.outputs(part, token_outputs) for part in parts]
         if len(outputs) == 1:
             return {name: column.unflatten(0, (-1, 2)) for name, column in outputs[0].items()}
         chosen, rejected = outputs

@@ -273,4 +273,4 @@ def whole_tensors(
         )
         full = arrange((name, tensor) for name, tensor in gathered if tensor is not None)
         shapes = ((n, torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in mine)
-        yield from model.layers.of_all_ranks(full, arrange(shapes), on_all_ranks)
+        yield from model.layers.gather_stages(full, arrange(shapes), on_all_ranks)

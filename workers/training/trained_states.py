@@ -42,7 +42,7 @@ class TrainedState:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     moments: dict[Any, Any] = field(default_factory=dict)
     has_gradients: bool = False
-    names_of_step: list[str] = field(default_factory=list)
+    gradient_rows: list[str] = field(default_factory=list)
     skipped: tuple[int, int] = (0, 0)
 
 
@@ -101,7 +101,7 @@ class TrainedStates:
         before.weights = self._present() if engine.is_whole else self._clones(self.current)
         before.gradients = {key: weight.grad for key, weight in parameters.items()}
         before.moments = dict(optimizer.state)
-        before.has_gradients, before.names_of_step = engine.has_gradients, engine.names_of_step
+        before.has_gradients, before.gradient_rows = (engine.has_gradients, engine.gradient_rows)
         before.skipped = engine.guard.total, engine.guard.in_a_row
 
         for key, weight in parameters.items():
@@ -113,7 +113,7 @@ class TrainedStates:
             weight.grad = state.gradients.get(key)
         optimizer.state.clear()
         optimizer.state.update(state.moments)
-        engine.has_gradients, engine.names_of_step = state.has_gradients, state.names_of_step
+        engine.has_gradients, engine.gradient_rows = (state.has_gradients, state.gradient_rows)
         engine.guard.total, engine.guard.in_a_row = state.skipped
         if state.rank != engine.model_config.lora_rank:
             engine.model_config = replace(engine.model_config, lora_rank=state.rank)
@@ -128,7 +128,7 @@ class TrainedStates:
         optimizer = self.engine.optimizer
         assert optimizer is not None, "a frozen engine has no states"
         optimizer.zero_grad(set_to_none=True)
-        self.engine.has_gradients, self.engine.names_of_step = False, []
+        self.engine.has_gradients, self.engine.gradient_rows = False, []
         if forget_moments:
             optimizer.state.clear()
 

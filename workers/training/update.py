@@ -1,6 +1,6 @@
 """One update of a model: epochs over mini-batches, from `forward_backward` and `optim_step`.
 
-A mini-batch is repeated in smaller passes if the GPU of a rank runs out of memory. `WeightSample`
+A mini-batch is repeated in smaller passes if the GPU of a rank runs out of memory. `WeightProbe`
 estimates the fraction of the weights that an update changed.
 """
 
@@ -65,8 +65,8 @@ def update_model(
     compares the weights before and after the update.
     """
     columns = loss.columns if shuffle_seed is None else (*loss.columns, SAMPLE_NUMBER)
-    rows = engine.take(data, columns)
-    others = [(engine.take(extra, of.columns), of) for extra, of in extra_batches]
+    rows = engine.select_rows(data, columns)
+    others = [(engine.select_rows(extra, of.columns), of) for extra, of in extra_batches]
 
     spec = engine.spec
     count = count_mini_batches(rows.total, mini_batch_size or spec.mini_batch or rows.total)
@@ -87,7 +87,7 @@ def update_model(
         return batches
 
     with engine.running(engine.optimizer):
-        sample, batches = WeightSample(engine), prepared(0)
+        sample, batches = WeightProbe(engine), prepared(0)
         for number in range(len(places)):
             metrics: dict[str, Tensor] = {}
             with engine.accumulating():
@@ -188,11 +188,11 @@ def _longest(engine: TrainEngine, batch: MiniBatch) -> int:
     return int(all_reduce(longest, engine.groups.data, dist.ReduceOp.MAX))
 
 
-LARGEST_SAMPLE = 4096
+MAX_PROBED_ELEMENTS = 4096
 """Elements of a weight that are compared."""
 
 
-class WeightSample:
+class WeightProbe:
     """Copies of some elements of every trained weight, the same elements for every sharding."""
 
     def __init__(self, model: Model) -> None:
@@ -216,7 +216,7 @@ class WeightSample:
             is_copy = isinstance(weight, DTensor) and not is_first_replica(weight)
             if not weight.requires_grad or name in self.model.layers.copies or is_copy:
                 continue
-            per_dim = LARGEST_SAMPLE ** (1 / max(weight.dim(), 1))
+            per_dim = MAX_PROBED_ELEMENTS ** (1 / max(weight.dim(), 1))
             strides = [math.ceil(size / per_dim) for size in weight.shape]
             local = local_shard(weight)
             for part in shard_slices(weight):

@@ -65,7 +65,7 @@ class HostCopy:
                 merged = merged_weight(base, a, b, adapter["scaling"], adapter["transposed"])
                 yield name, merged.to(tensor.dtype).to(dtype or tensor.dtype)
 
-    def take(self, channel: Channel) -> None:
+    def receive(self, channel: Channel) -> None:
         """Copy the arriving tensors; raise a `WeightSyncError` for missing or corrupt weights.
 
         After corrupt data, the next sync sends all tensors again.

@@ -287,5 +287,5 @@ class WeightReceiver:
         return SyncReport(error, channel.num_bytes, channel.watch.seconds)
 
     def _taken(self, copy: HostCopy, channel: Channel) -> Iterator[tuple[str, Tensor]]:
-        copy.take(channel)
+        copy.receive(channel)
         yield from copy.effective(self.device)

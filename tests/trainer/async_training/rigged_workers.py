@@ -25,16 +25,16 @@ PART_TOKENS = 3  # fewer than a turn has, so that no trajectory ends within one 
 
 
 class LongRollout(RolloutWorker):
-    """Generates for `GENERATION_S` in every call of `take` after the first."""
+    """Generates for `GENERATION_S` in every call of `collect` after the first."""
 
     num_calls = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
+    def collect(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
         self.num_calls += 1
         if self.num_calls > 1:
             time.sleep(GENERATION_S)
-        return super().take(max_tokens, seconds)
+        return super().collect(max_tokens, seconds)
 
 
 class DiesOnce(RolloutWorker):
@@ -163,27 +163,27 @@ class WaitsForWeights(RolloutWorker):
         super().submit(data)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
+    def collect(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
         if self.num_chunks == 1 or self.engine.version != self.began_with:
-            return super().take(max_tokens, seconds)
+            return super().collect(max_tokens, seconds)
         self.num_takes += 1
         if self.num_takes == 1:
-            return super().take(4)
+            return super().collect(4)
         time.sleep(0.01)
         return None
 
 
 class DiesWithTurns(RolloutWorker):
-    """Is killed in its third `take`, while trajectories are unfinished."""
+    """Is killed in its third `collect`, while trajectories are unfinished."""
 
     is_frozen = True
     num_takes = 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def take(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
+    def collect(self, max_tokens: int | None = None, seconds: float | None = None) -> Any:
         self.num_takes += 1
         has_died = Path(self._run_config.trainer.default_local_dir, "has_died")
         if self.num_takes == 3 and self.players.num_running and not has_died.exists():
             has_died.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().take(PART_TOKENS, min(seconds or PART_S, PART_S))
+        return super().collect(PART_TOKENS, min(seconds or PART_S, PART_S))

@@ -129,7 +129,7 @@ class StandInGroup:
         self.running: list[DataProto] = []
         self.generate_sequences = SimpleNamespace(collecting_ranks=lambda: [0])
         self.submit = SimpleNamespace(remote_on=lambda rank, rows: Answer(lambda: self.add(rows)))
-        self.take = SimpleNamespace(remote_on=lambda rank, *_: Answer(self.finished))
+        self.collect = SimpleNamespace(remote_on=lambda rank, *_: Answer(self.finished))
 
     def add(self, rows: DataProto) -> None:
         self.running.append(rows)

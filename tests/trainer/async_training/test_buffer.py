@@ -44,7 +44,7 @@ def test_without_staleness_nothing_is_generated_ahead_of_a_batch() -> None:
     assert not may_begin(buffer)
 
     taken: list[SampleChunk] = []
-    trainer = threading.Thread(target=lambda: taken.extend(buffer.take(Demand(4))))
+    trainer = threading.Thread(target=lambda: taken.extend(buffer.take_batch(Demand(4))))
     buffer.join(0)
     trainer.start()
     for _ in range(2):
@@ -79,7 +79,7 @@ def test_another_generator_takes_over_the_chunk_of_a_lost_one() -> None:
     assert repeated is lost
     finish(buffer, other)
     finish(buffer, repeated)
-    assert [chunk.number for chunk in buffer.take(Demand(4))] == [0, 1]
+    assert [chunk.number for chunk in buffer.take_batch(Demand(4))] == [0, 1]
     assert buffer.log.accounts[0].dropped == {"lost with its generator": 2}
     buffer.log.check()
 
@@ -88,7 +88,7 @@ def test_samples_left_at_the_end_are_no_batch_and_are_reported() -> None:
     buffer = make_buffer(num_batches=1)
     left = [finish(buffer, begin(buffer)), finish(buffer, begin(buffer))]
     with pytest.raises(EndOfSamples, match="the queue has 4 of the 6 samples"):
-        buffer.take(Demand(6))
+        buffer.take_batch(Demand(6))
     assert buffer.log.open(QUEUED) == [name for chunk in left for name in chunk.names]
     line = describe_log(buffer.log.state_dict()).splitlines()[1]
     assert line.split() == ["generator", "0", "4", "0", "4", "0", "0"]
@@ -102,7 +102,7 @@ def test_a_deadlock_is_an_error_that_says_who_waits_for_what() -> None:
     buffer.join(0)
     generators.start()
     with pytest.raises(StalledError, match=r"waits for 4 samples, 2 samples are queued.*room"):
-        buffer.take(Demand(4))
+        buffer.take_batch(Demand(4))
     buffer.close()
     generators.join(30)
 
@@ -116,7 +116,7 @@ def test_a_long_wait_for_a_batch_warns_who_waits_for_what(
     chunk = begin(buffer)
     threading.Timer(0.3, lambda: finish(buffer, chunk)).start()
     with buffer._activity.of("generator 0").busy("generate"):
-        buffer.take(Demand(4))
+        buffer.take_batch(Demand(4))
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) > 1  # one after each 0.05 s
     assert all("no batch for" in warning for warning in warnings)
@@ -126,7 +126,7 @@ def test_a_long_wait_for_a_batch_warns_who_waits_for_what(
 
 def test_the_trainer_does_not_wait_without_a_generator() -> None:
     with pytest.raises(StalledError, match="no generator is left"):
-        make_buffer().take(Demand(4))
+        make_buffer().take_batch(Demand(4))
 
 
 def test_the_trainer_raises_the_error_of_a_generator() -> None:
@@ -134,7 +134,7 @@ def test_the_trainer_raises_the_error_of_a_generator() -> None:
     buffer.join(0)
     buffer.leave(0, ValueError("no such model"))
     with pytest.raises(ValueError, match="no such model"):
-        buffer.take(Demand(4))
+        buffer.take_batch(Demand(4))
 
 
 def test_a_pause_finishes_open_chunks_and_begins_none() -> None:
@@ -165,7 +165,7 @@ def test_staleness_stays_within_its_bound_with_any_speed(sampler: str, max_stale
     try:
         seen: list[str] = []
         for version in range(1, 13):
-            taken = buffer.take(Demand(4))
+            taken = buffer.take_batch(Demand(4))
             assert all(version - chunk.version <= max_staleness for chunk in taken)
             seen += [uid for chunk in taken for uid in chunk.uids]
             train(buffer, taken, version + 1)
@@ -210,7 +210,7 @@ def test_every_sampler_trains_on_each_sample_before_it_is_too_old(
         facts = (buffer._demand, buffer.version, buffer._num_taken)
         while slow and not chosen(buffer._sampler, next(buffer.chunks.views(*facts))).selected:
             finish(buffer, slow.pop())
-        taken = buffer.take(Demand(4))
+        taken = buffer.take_batch(Demand(4))
         assert max(version - old.version for old in taken) <= max_staleness
         train(buffer, taken, version + 1)
     assert not slow
@@ -224,9 +224,9 @@ def test_the_second_batch_of_a_version_takes_the_rest_of_its_samples() -> None:
     for chunk in chunks[1:]:
         finish(buffer, chunk)
     # does not wait for the first chunk, which is in generation
-    first = buffer.take(Demand(4, samples_left_in_version=4))
+    first = buffer.take_batch(Demand(4, samples_left_in_version=4))
     finish(buffer, chunks[0])
-    second = buffer.take(Demand(4))
+    second = buffer.take_batch(Demand(4))
     assert sorted(chunk.number for chunk in first + second) == list(range(8))
 
 
@@ -253,10 +253,10 @@ def test_a_user_sampler_that_leaves_samples_too_long_ends_the_run() -> None:
         while may_begin(buffer):
             finish(buffer, begin(buffer))
         if version < 3:
-            train(buffer, buffer.take(Demand(4)), version + 1)
+            train(buffer, buffer.take_batch(Demand(4)), version + 1)
     words = "NewestAtFirst selected samples of version 1 for the update of version 3.*staleness=1"
     with pytest.raises(SamplerError, match=words):
-        buffer.take(Demand(4))
+        buffer.take_batch(Demand(4))
 
 
 def test_a_user_sampler_that_takes_less_than_a_batch_ends_the_run() -> None:
@@ -265,7 +265,7 @@ def test_a_user_sampler_that_takes_less_than_a_batch_ends_the_run() -> None:
     while may_begin(buffer):
         finish(buffer, begin(buffer))
     with pytest.raises(SamplerError, match="HalfABatch selected 2 samples for a batch of 4"):
-        buffer.take(Demand(4))
+        buffer.take_batch(Demand(4))
 
 
 def test_generators_of_one_rank_leave_room_for_those_of_another() -> None:
@@ -282,7 +282,7 @@ def test_samples_outside_the_version_window_are_replaced() -> None:
     old = finish(buffer, begin(buffer))
     buffer.publish(3)
     young = [finish(buffer, begin(buffer)) for _ in range(2)]
-    assert buffer.take(Demand(4)) == young
+    assert buffer.take_batch(Demand(4)) == young
     assert buffer.log.accounts[0].dropped == {"older than 1 versions": old.num_samples}
 
 
@@ -291,7 +291,7 @@ def test_random_batches_depend_on_the_seed_and_repeat_no_sample() -> None:
         buffer = make_buffer(max_staleness=5, sampler="random")
         for _ in range(8):
             finish(buffer, begin(buffer))
-        return [[chunk.number for chunk in buffer.take(Demand(4))] for _ in range(4)]
+        return [[chunk.number for chunk in buffer.take_batch(Demand(4))] for _ in range(4)]
 
     first = drawn()
     assert first == drawn()

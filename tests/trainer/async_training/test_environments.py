@@ -70,7 +70,7 @@ def test_staleness_0_equals_the_synchronous_run(
     )
     folder = play(tiny_dir, tmp_path / "run", *settings, game="Faulty")
     assert numbers(folder) == numbers(plain)
-    assert len(calls(folder, "take")) > len(calls(folder, "submit"))
+    assert len(calls(folder, "collect")) > len(calls(folder, "submit"))
     killed = (tmp_path / "killed").stat().st_size
     assert killed == sum(line[RETRIES] for line in lines(folder)) > 4
     tokens = ledger_of(folder)["tokens"]

@@ -1,4 +1,4 @@
-"""A generator's thread: new weights between calls of `take`, and lost groups."""
+"""A generator's thread: new weights between calls of `collect`, and lost groups."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from trainer import load_config, restarts, run
 from trainer.async_training.recipe import ASYNC
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
-OF_GENERATORS = {"__init__", "init_model", "location", "receive_weights", "submit", "take"}
+OF_GENERATORS = {"__init__", "init_model", "location", "receive_weights", "submit", "collect"}
 
 
 def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:

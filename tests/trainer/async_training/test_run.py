@@ -67,7 +67,7 @@ def test_staleness_0_equals_the_synchronous_run(
     partial = f"{GENERATORS}.0={{max_tokens_per_call: 3}}"
     folder = run_async(tiny_dir, tmp_path, *TWO_SYNCHRONOUS, changes, partial)
     assert shared_numbers(folder) == shared_numbers(plain)
-    takes = Counter(call["cat"] for call in calls(folder, "take"))
+    takes = Counter(call["cat"] for call in calls(folder, "collect"))
     assert takes["rollout"] > takes["rollout_1"] > 0
 
 

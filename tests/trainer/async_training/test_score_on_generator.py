@@ -68,7 +68,7 @@ def test_scores_equal_those_of_the_synchronous_run(
     ours += ("actor_rollout_ref.rollout.max_tokens_per_call=3",)
     folder = run_async(tiny_dir, tmp_path / "async", *more, *ours)
     assert shared_numbers(folder) == shared_numbers(tmp_path / "plain")
-    assert len(calls(folder, "take")) > len(calls(folder, "compute_values")) == 2 * 2
+    assert len(calls(folder, "collect")) > len(calls(folder, "compute_values")) == 2 * 2
 
     scorers = roles_of(folder)
     roles = {"ref", "critic_copy", "reward_model", "reward_model_second"}

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from tests.programs import VERL_LIKE
 from trainer.cli import doctor, probes
-from trainer.cli.doctor import Finding, show
+from trainer.cli.doctor import CheckResult, show
 from verl_like.process.machine import free_memory_gib
 
 
@@ -70,11 +70,11 @@ def test_optional_packages_and_two_gpus_are_probed(
         doctor.importlib.metadata, "version", lambda n: "2.8.3" if n == "flash-attn" else version(n)
     )
     monkeypatch.setattr(
-        doctor, "check_works", lambda probe, fix: Finding(f"{probe} works", "no", fix)
+        doctor, "check_works", lambda probe, fix: CheckResult(f"{probe} works", "no", fix)
     )
-    gpus = [doctor.Gpu("NVIDIA H100", "81559 MiB", "580.65.06")] * num_gpus
+    gpus = [doctor.InstalledGpu("NVIDIA H100", "81559 MiB", "580.65.06")] * num_gpus
     monkeypatch.setattr(doctor, "nvidia_gpus", lambda: gpus)
-    lines = {finding.subject: str(finding) for finding in doctor.findings()}
+    lines = {finding.subject: str(finding) for finding in doctor.check_results()}
     fix = "-m pip install --force-reinstall --no-build-isolation 'flash-attn"
     assert fix in lines["flash_attention works"]
     assert ("fsdp works" in lines) == (num_gpus == 2)
@@ -187,6 +187,6 @@ def test_only_required_checks_set_the_exit_code(
     fix: str, optional: bool, code: int, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        show([Finding("a", "b", fix, optional)])
+        show([CheckResult("a", "b", fix, optional)])
     assert ended.value.code == code
     assert ("fail" in capsys.readouterr().out) == bool(code)

@@ -181,11 +181,11 @@ def make_loader(tokenizer: Any, tmp_path: Path) -> Any:
 
 
 def uids(loader: RowLoader[LMRow], *counts: int) -> list[str]:
-    return [uid for count in counts for uid in loader.take(count).non_tensor_batch["uid"]]
+    return [uid for count in counts for uid in loader.next_batch(count).non_tensor_batch["uid"]]
 
 
 def test_padded_rows_predict_each_next_token(tokenizer: Any, make_loader: Any) -> None:
-    batch = make_loader().take(3).batch
+    batch = make_loader().next_batch(3).batch
     width = int(batch["attention_mask"].sum(1).max())
     assert batch["input_ids"].shape == (3, width)
     for row in range(3):

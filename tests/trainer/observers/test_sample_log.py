@@ -90,7 +90,7 @@ def totals(log: SampleLog) -> dict[str, Any]:
 
 def test_a_filter_that_adds_tokens_is_an_error() -> None:
     with pytest.raises(SampleLogError, match="b/0 has 9 tokens after skip, and had 8 before"):
-        filled().leave("skip", {("b", 0): 9}, [("b", 0)])
+        filled().reduce_tokens("skip", {("b", 0): 9}, [("b", 0)])
 
 
 def test_a_wrong_count_of_samples_is_an_error() -> None:

@@ -76,13 +76,13 @@ def test_the_adaptive_controller_changes_after_its_batch():
 )
 def test_the_adaptive_controller_follows_the_clipped_relative_error(current_kl, error):
     controller = adaptive(0.5, target_kl=0.1, horizon=1000)
-    controller.update(current_kl, n_steps=64)
+    controller.update(current_kl, num_samples=64)
     assert controller.value == pytest.approx(0.5 * (1 + error * 64 / 1000))
 
 
 def test_a_batch_larger_than_the_horizon_keeps_the_coefficient_positive():
     controller = adaptive(0.5, target_kl=0.1, horizon=100)
-    controller.update(0.0, n_steps=750)  # in one step the factor would be -0.5
+    controller.update(0.0, num_samples=750)  # in one step the factor would be -0.5
     assert controller.value == pytest.approx(0.5 * 0.8**7 * 0.9)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, numbers, overrides
 from trainer import load_config, run
 from trainer.config.devices import Devices
-from trainer.ppo.memory import engine_rests
+from trainer.ppo.memory import engine_sleeps
 
 
 def test_a_sleeping_engine_changes_no_number(
@@ -28,7 +28,7 @@ def test_a_sleeping_engine_changes_no_number(
 
 def test_engines_sleep_only_next_to_other_roles(tiny_dir: Path, tmp_path: Path) -> None:
     def rests(device_type: str, *more: str) -> bool:
-        return engine_rests(load_config(overrides(tiny_dir, tmp_path, *more)), device_type)
+        return engine_sleeps(load_config(overrides(tiny_dir, tmp_path, *more)), device_type)
 
     separate = (
         "resource_pool_spec={a: [1], b: [1]}",

@@ -73,17 +73,17 @@ def test_the_file_lock_decides_and_not_the_contents_of_the_file(tmp_path: Path, 
         assert json.loads((tmp_path / "run.lock").read_text())["pid"] == os.getpid()
         (tmp_path / "run.lock").write_text(left)
         with pytest.raises(ConfigError, match="is in use by"):
-            FolderLock(tmp_path).take()
+            FolderLock(tmp_path).acquire()
 
 
 def test_a_folder_created_later_can_be_locked(tmp_path: Path) -> None:
     with FolderLock(tmp_path / "new") as lock:
         assert not (tmp_path / "new").exists()
         (tmp_path / "new").mkdir()
-        lock.take()
-        lock.take()
+        lock.acquire()
+        lock.acquire()
         with pytest.raises(ConfigError, match="is in use"):
-            FolderLock(tmp_path / "new").take()
+            FolderLock(tmp_path / "new").acquire()
 
 
 def test_a_file_system_without_locks_gets_a_warning(

@@ -9,15 +9,15 @@ from threading import Thread
 import pytest
 
 from verl_like.process import pool
-from verl_like.process.pool import Failure, Pool, Process, UserEnd
+from verl_like.process.pool import Process, ProcessFailure, ProcessPool, UserEnd
 
-Ends = tuple[Pool, Process, UserEnd]
+Ends = tuple[ProcessPool, Process, UserEnd]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     ours, theirs = socket.socketpair()
-    pool, end = Pool(), UserEnd(theirs.detach())
+    pool, end = ProcessPool(), UserEnd(theirs.detach())
     yield pool, pool.add(Process(ours)), end
     pool.close()
     end.close()
@@ -31,7 +31,7 @@ def test_answers_before_garbage_are_received(ends: Ends) -> None:
     end._socket.sendall(b"]]]\n")
     first, second = pool.answers(1.0)
     assert first == (process, 7, 1.5)
-    assert second[2] == Failure("sent an invalid reply: b']]]'")
+    assert second[2] == ProcessFailure("sent an invalid reply: b']]]'")
     assert not pool.processes
 
 
@@ -70,4 +70,4 @@ def test_a_message_that_is_not_read_is_late(ends: Ends) -> None:
     pool, process, _ = ends
     pool.send(process, {7: "a" * 2**20}, 0.05)
     ((_, _, answer),) = pool.answers(1.0)
-    assert answer == Failure("did not answer", is_late=True)
+    assert answer == ProcessFailure("did not answer", is_late=True)

@@ -68,7 +68,7 @@ def play(
         row |= {"arguments": {"turns": shown}, **rows[number]}
         begun += starts(number, number + 1, **row)
     numbers = loop.submit(begun, sampling, num_open, case.reader.stop_ids)
-    ended = loop.take()
+    ended = loop.collect()
     return [ended[number] for number in numbers]
 
 
@@ -219,7 +219,7 @@ def test_a_chat_with_another_image_of_the_same_size_is_read_again(
     sampling = replace(sampling, logit_bias=((1, 1e4),))  # the turn ends as the template writes it
     row = {"agent": "swaps", "arguments": dict(zip(("first", "second"), paths, strict=True))}
     loop.submit(starts(0, 1, **row), sampling, 64, case.reader.stop_ids)
-    (trajectory,) = loop.take().values()
+    (trajectory,) = loop.collect().values()
     assert (trajectory.ended, trajectory.problem) == ("terminated", "")
     assert [sha for _, sha, *_ in trajectory.sample.images] == [image_ref(p).sha for p in paths]
     assert len(trajectory.sample.segments) == 1
@@ -236,7 +236,7 @@ def test_an_agent_can_send_the_prompt_of_a_row_with_images(
     prompt = [{"role": "user", "content": parts}]
     row = {"agent": "looks_at_its_prompt", "arguments": {}, "prompt": prompt}
     loop.submit(starts(0, 1, **row), sampling, 64, case.reader.stop_ids)
-    (trajectory,) = loop.take().values()
+    (trajectory,) = loop.collect().values()
     assert [sha for _, sha, *_ in trajectory.sample.images] == [ref.sha]
 
 
@@ -258,7 +258,7 @@ def test_an_agent_reads_in_words_why_an_image_is_rejected(
     for number, (tokens, rejected) in enumerate(((case.reader.stop_ids, urls), ((), without_key))):
         row = {"agent": "sends_image_urls", "arguments": {"urls": rejected}}
         loop.submit(starts(number, number + 1, **row), sampling, 64, tokens)
-        (trajectory,) = loop.take().values()
+        (trajectory,) = loop.collect().values()
         assert (trajectory.ended, trajectory.problem) == ("terminated", "")
 
 
@@ -300,7 +300,7 @@ def test_bad_images_of_an_observation_are_failures_with_the_reason(
         row = {"class": "Says", "settings": {"text": text, "images": images}}
         begun += starts(number, number + 1, **row)
     loop.submit(begun, sampling, 64, case.reader.stop_ids)
-    for trajectory, (words, _) in zip(loop.take().values(), BAD.values(), strict=True):
+    for trajectory, (words, _) in zip(loop.collect().values(), BAD.values(), strict=True):
         assert (trajectory.ended, trajectory.num_turns) == ("environment", 1)
         assert re.search(rf"{words}.*\n    at .*games\.py, line \d+$", trajectory.problem)
 
@@ -315,7 +315,7 @@ def test_images_that_the_run_does_not_expect_name_environment_and_turn(
     loop.submit(starts(3, 4, **row), sampling, 64)
     words = "environment, turn 2 of sample 3: it has images, but the rows of this run have none.*"
     with pytest.raises(ConfigError, match=f"{words}Set environment.images=true"):
-        loop.take()
+        loop.collect()
 
     model.save_pretrained(tmp_path / "text")
     tokenizer.save_pretrained(tmp_path / "text")
@@ -324,7 +324,7 @@ def test_images_that_the_run_does_not_expect_name_environment_and_turn(
     loop.submit(starts(3, 4, **row), sampling, 64)
     words = r"environment, turn 2 of sample 3: it has images, but the model .*text \(llama\)"
     with pytest.raises(ConfigError, match=f"{words} does not read images"):
-        loop.take()
+        loop.collect()
 
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
@@ -341,7 +341,7 @@ def test_a_trajectory_ends_after_a_sampled_image_token(
         loop, sampling = new_loop(case, tmp_path, engine, played_by)
         sampling = replace(sampling, logit_bias=((token, 1e4),))
         loop.submit(starts(0, 1, **row), sampling, 64, (token,))
-        (trajectory,) = loop.take().values()
+        (trajectory,) = loop.collect().values()
         assert (trajectory.ended, trajectory.problem) == ("max_turns", "")
         assert trajectory.sample.tokens.tolist() == [token]
         rows = in_training(case, [trajectory])
@@ -360,7 +360,7 @@ def test_each_player_has_the_images_of_its_own_observations(
     paths = [f"{tmp_path}/{number}.png" for number in range(3)]
     begun = starts_of(1, **{"class": "ShowsTwo", "settings": {"paths": paths}})
     loop.submit(begun, sampling, 64, case.reader.stop_ids)
-    white, black = loop.take().values()
+    white, black = loop.collect().values()
     assert (white.ended, black.ended, white.problem) == ("terminated", "terminated", "")
     shown = [[sha for _, sha, *_ in player.sample.images] for player in (white, black)]
     hashes = [image_ref(path).sha for path in paths]

@@ -106,7 +106,7 @@ def test_no_turn_reuses_a_prefix_computed_by_older_weights(
     sampling = SamplingParams(max_tokens=WIDTH, stop_token_ids=())
     (first,) = engine.generate([Sample([7, 8, 9], seed=1, end_at=3 * BLOCK)], sampling)
     engine.submit([Sample([10], seed=2)], sampling)
-    engine.take(max_tokens=1)
+    engine.collect(max_tokens=1)
     load(engine, models[1], 4)
     gap = torch.tensor([torch.nan])
     second = replace(
@@ -118,7 +118,7 @@ def test_no_turn_reuses_a_prefix_computed_by_older_weights(
         end_at=3 * BLOCK + 9,
     )
     (number,) = engine.submit([second], sampling)
-    sample = engine.take()[number]
+    sample = engine.collect()[number]
     begun = len(second.tokens)
     expected = expected_log_probs(models[1], sample)[begun:]
     torch.testing.assert_close(sample.log_probs[begun:], expected, atol=1e-4, rtol=0)

@@ -168,7 +168,7 @@ def test_gradients_of_turns_match_separate_segments(play: Play, folder: Path) ->
 
 def test_a_reward_model_reads_only_the_last_segment(play: Play) -> None:
     trajectories = play(num=2)
-    columns = Rows.take(batch_of(trajectories), INPUTS).columns
+    columns = Rows.from_batch(batch_of(trajectories), INPUTS).columns
     feed = RowPasses("packed").feed(columns, RowScores().reads(columns), torch.device("cpu"))
     last = [one.sample.tokens[one.sample.segments[-1] :] for one in trajectories]
     assert torch.equal(feed.inputs["input_ids"][0], torch.cat(last))
@@ -234,7 +234,7 @@ def test_a_trajectory_that_the_template_rejects_is_left_out(play: Play) -> None:
 def test_a_model_that_cannot_pack_rows_rejects_segments(play: Play) -> None:
     passes = RowPasses("packed", border=99)
     for history, is_rejected in (("retokenized", True), ("sampled", False)):
-        columns = Rows.take(batch_of(play(history, num=1)), INPUTS).columns
+        columns = Rows.from_batch(batch_of(play(history, num=1)), INPUTS).columns
         context: Any = nullcontext()
         if is_rejected:
             context = pytest.raises(ConfigError, match="=sampled")

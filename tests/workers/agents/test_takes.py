@@ -1,4 +1,4 @@
-"""Trajectories over several calls of `take`, as in asynchronous training."""
+"""Trajectories over several calls of `collect`, as in asynchronous training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def take_all(loop: TurnLoop, **bounds: Any) -> tuple[dict[int, Trajectory], int]
     trajectories: dict[int, Trajectory] = {}
     count = 0
     while loop.num_running:
-        trajectories |= loop.take(**bounds)
+        trajectories |= loop.collect(**bounds)
         count += 1
     return trajectories, count
 
@@ -63,7 +63,7 @@ def test_many_short_takes_have_the_bits_of_one(
     expected = make_loop().play(starts(0, 6), sampling, OPEN)
     loop = make_loop()
     first = loop.submit(starts(0, 3), sampling, OPEN)
-    early = loop.take(**bounds)
+    early = loop.collect(**bounds)
     second = loop.submit(starts(3, 6), sampling, OPEN)
     trajectories, count = take_all(loop, **bounds)
     trajectories |= early
@@ -80,11 +80,11 @@ def test_a_hanging_environment_delays_no_take(
     ended: dict[int, Trajectory] = {}
     while len(ended) < 3:
         began = time.monotonic()
-        ended |= loop.take(max_tokens=4, seconds=0.1)
+        ended |= loop.collect(max_tokens=4, seconds=0.1)
         assert time.monotonic() - began < 2.0
     assert set(ended) == set(numbers[1:])
     assert {trajectory.ended for trajectory in ended.values()} == {"terminated"}
-    (late,) = loop.take().values()
+    (late,) = loop.collect().values()
     assert (late.ended, late.attempts) == ("deadline", 1)
 
 
@@ -93,10 +93,10 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(
 ) -> None:
     loop = make_loop()
     loop.submit(starts(0, 4), sampling, OPEN)
-    assert not loop.take(max_tokens=3)
+    assert not loop.collect(max_tokens=3)
     load(loop._engine, model, 4)
     versions = []
-    for trajectory in loop.take().values():
+    for trajectory in loop.collect().values():
         is_sampled = sampled_mask(trajectory)
         sampled_versions = trajectory.sample.versions[is_sampled].tolist()
         assert sampled_versions == sorted(sampled_versions)
@@ -109,7 +109,7 @@ def test_tokens_have_the_version_of_the_weights_that_sampled_them(
 def test_a_loop_plays_again_after_an_abort(make_loop: MakeLoop, sampling: SamplingParams) -> None:
     loop = make_loop()
     loop.submit(starts(0, 4), sampling, OPEN)
-    loop.take(max_tokens=3)
+    loop.collect(max_tokens=3)
     loop.abort()
     assert (loop.num_running, loop._engine.num_running) == (0, 0)
     expected = make_loop().play(starts(0, 4), sampling, OPEN)

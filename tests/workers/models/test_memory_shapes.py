@@ -85,7 +85,7 @@ def columns() -> RowColumns:
         "response_mask": torch.ones(ROWS, RESPONSE, dtype=torch.long),
     }
     batch = DataProto.from_dict({name: values[name] for name in INPUTS})
-    return Rows.take(batch, INPUTS, 1).columns
+    return Rows.from_batch(batch, INPUTS, 1).columns
 
 
 def saved_by(forward: Callable[[], Tensor], weights: list[nn.Parameter]) -> tuple[int, Tensor]:

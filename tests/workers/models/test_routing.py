@@ -44,7 +44,7 @@ def choices(model: Any) -> Tensor:
     with torch.no_grad(), Routers(model).recording() as passes:
         model(IDS[:, :13], use_cache=False)
         model(IDS[:, 13:], use_cache=False)
-        return passes.take()
+        return passes.pop_choices()
 
 
 all_families = pytest.mark.parametrize("family", ["mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss"])
@@ -60,7 +60,7 @@ def test_replayed_choices_change_no_bit_of_logits_and_gradients(family: str) -> 
     routers = Routers(model)
     with torch.no_grad(), routers.recording() as passes:
         expected = model(IDS, use_cache=False).logits
-        recorded = passes.take()
+        recorded = passes.pop_choices()
     assert recorded.dtype == torch.uint8
     assert recorded.shape == (IDS.shape[1], *routers.shape)
     logits, gradients = gradients_of(model, routers, recorded)
@@ -79,7 +79,7 @@ def test_choices_of_another_router_are_weighted_by_this_one(family: str) -> None
     with torch.no_grad(), routers.recording() as passes, routers.replaying():
         routers.replay(others)
         changed = model(IDS, use_cache=False).logits
-        assert torch.equal(passes.take(), others)
+        assert torch.equal(passes.pop_choices(), others)
         flipped = others.flip(-1)
         routers.replay(flipped)
         again = model(IDS, use_cache=False).logits
@@ -98,7 +98,7 @@ def test_experts_are_chosen_within_groups_and_replayed_over_all() -> None:
     with torch.no_grad(), routers.recording() as passes, routers.replaying():
         routers.replay(everywhere)
         model(IDS, use_cache=False)
-        assert torch.equal(passes.take(), everywhere)
+        assert torch.equal(passes.pop_choices(), everywhere)
 
 
 def test_recording_and_replaying_leave_no_hooks() -> None:

@@ -193,7 +193,7 @@ def _gradient(engine: Any, data: DataProto) -> dict[str, Tensor]:
         weighted = (outputs["log_probs"] * columns["advantages"]).sum()
         return weighted, {"loss": weighted}
 
-    batch = mini_batch(Rows.take(data, (*INPUTS, "advantages"), 1), 0, 1, None)
+    batch = mini_batch(Rows.from_batch(data, (*INPUTS, "advantages"), 1), 0, 1, None)
     set_training_mode(engine.module)
     with engine.running(engine.optimizer):
         engine.forward_backward(batch, MicroBatchBudget(rows=2), Loss("weighted", loss))

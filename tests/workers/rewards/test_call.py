@@ -8,7 +8,7 @@ import pytest
 
 from verl_like.errors import ConfigError
 from workers.rewards.call import RewardCall
-from workers.rewards.outcome import Outcome
+from workers.rewards.outcome import ScoreOutcome
 from workers.rewards.process import Calls
 from workers.rewards.scorer import FunctionSpec
 
@@ -33,7 +33,7 @@ def one_score_too_few(solution_strs: list[str]) -> list[float]:
     return [0.0] * (len(solution_strs) - 1)
 
 
-def score_batch(function: Any, samples: list[Any]) -> list[Outcome]:
+def score_batch(function: Any, samples: list[Any]) -> list[ScoreOutcome]:
     return Calls(RewardCall.of(function, {}), FunctionSpec(deadline=1.0)).score_batch(samples)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl_like.process.pool import Pool
+from verl_like.process.pool import ProcessPool
 from workers.rewards import scorer
 from workers.rewards.outcome import LATE
 from workers.rewards.scorer import FunctionSpec, Scorer
@@ -77,13 +77,13 @@ def test_only_the_fields_that_the_function_reads_are_sent(
 ) -> None:
     logged.score("warm")
     sent: list[Any] = []
-    send = Pool.send
+    send = ProcessPool.send
 
-    def recorded(pool: Pool, process: Any, messages: Any, *deadlines: float) -> None:
+    def recorded(pool: ProcessPool, process: Any, messages: Any, *deadlines: float) -> None:
         sent.extend(messages.values())
         send(pool, process, messages, *deadlines)
 
-    monkeypatch.setattr(Pool, "send", recorded)
+    monkeypatch.setattr(ProcessPool, "send", recorded)
     (outcome,) = logged.scorer.score([{"solution_str": "fine", "raw_prompt": "long", "uid": "0-0"}])
     assert outcome[0] == 1.0
     assert sent == [{"solution_str": "fine"}]

@@ -30,7 +30,7 @@ def actor_of(one_layer_dir: Path, **actor: Any) -> ActorWorker:
 
 
 def mini_batch_of(actor: ActorWorker, data: DataProto, *names: str) -> MiniBatch:
-    rows = Rows.take(data, (*INPUTS, *names), actor.world_size)
+    rows = Rows.from_batch(data, (*INPUTS, *names), actor.world_size)
     return mini_batch(rows, 0, 1, actor.engine.groups.data)
 
 

@@ -43,10 +43,10 @@ def generate_token_by_token(group: Any) -> DataProto:
     client, prompts = RolloutClient(group), prompt_batch(10, meta=GREEDY)
     submissions = [Submission(prompts[:6]), Submission(prompts[6:])]
     client.submit(submissions[0])
-    client.take(max_tokens=2)
+    client.collect(max_tokens=2)
     client.submit(submissions[1])
     while client.submissions:
-        client.take(max_tokens=1)
+        client.collect(max_tokens=1)
     return DataProto.concat([submission.samples() for submission in submissions])
 
 
@@ -54,7 +54,7 @@ def generate_after_an_abort(group: Any) -> DataProto:
     """Abort a generation, then sample its prompts again."""
     client = RolloutClient(group)
     client.submit(Submission(prompt_batch(10, meta=GREEDY)))
-    client.take(max_tokens=2)
+    client.collect(max_tokens=2)
     group.abort()
     return RolloutClient(group).generate(prompt_batch(10, meta=GREEDY))
 

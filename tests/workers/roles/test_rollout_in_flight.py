@@ -60,11 +60,11 @@ def test_weights_arrive_between_two_takes_or_all_ranks_raise_an_error(
 
     client = RolloutClient(group)
     client.submit(Submission(prompt_batch(1, meta=WITHOUT_EOS)))  # nothing for the second rank
-    assert client.take(max_tokens=2) == []
+    assert client.collect(max_tokens=2) == []
     actor.update_actor(make_batch(8)).get()
     publish_weights(actor, 1)
     deliver_weights(actor, group, 1)
-    (submission,) = client.take()
+    (submission,) = client.collect()
     samples = submission.samples()
     assert samples.batch["token_versions"].tolist() == [[0, 0, 1, 1, 1]]
     assert samples.batch["policy_version"].tolist() == [0]
@@ -76,8 +76,8 @@ def test_weights_arrive_between_two_takes_or_all_ranks_raise_an_error(
 
     group.reject_weights_on(1)
     client.submit(Submission(prompt_batch(1, meta=WITHOUT_EOS)))
-    client.take(max_tokens=2)
+    client.collect(max_tokens=2)
     with pytest.raises(WeightSyncError, match="rollout rank 1: this rank takes none"):
         deliver_weights(actor, group, 1)
     with pytest.raises(RolloutError, match="a weight sync failed during a generation of 1 samples"):
-        client.take()
+        client.collect()

@@ -28,7 +28,7 @@ class Echoing:
             result: Any = None
             if name in ("generate_sequences", "submit"):
                 result = self.rows[rank] = args[0]
-            elif name == "take":
+            elif name == "collect":
                 result = [self.rows[rank]]
             return SimpleNamespace(get=lambda timeout=None: result, lost_ranks=())
 
@@ -52,7 +52,7 @@ def test_submissions_that_begin_together_are_returned_whole() -> None:
     client.submit(*submissions)
     requests = [rows.padded("x").flatten().tolist() for rows in group.rows.values()]
     assert requests == [chunk.tolist() for chunk in chunks]
-    assert client.take() == submissions
+    assert client.collect() == submissions
     for submission, chunk in zip(submissions, chunks, strict=True):
         assert torch.equal(submission.samples().padded("x")[:, 0], chunk)
 
@@ -65,7 +65,7 @@ def test_the_other_ranks_of_an_engine_follow_each_call_of_its_first() -> None:
     assert sorted(group.calls) == followed + [("generate_sequences", rank) for rank in (0, 2)]
     group.calls.clear()
     client.submit(Submission(rows))
-    client.take(seconds=torch.inf)
-    leading = [(name, rank) for name in ("submit", "take") for rank in (0, 2)]
+    client.collect(seconds=torch.inf)
+    leading = [(name, rank) for name in ("submit", "collect") for rank in (0, 2)]
     assert sorted(group.calls) == sorted(2 * followed) + leading
     assert client._following == []

@@ -202,15 +202,15 @@ def test_samples_that_join_and_leave_equal_those_of_one_call(
     finished: dict[int, Sample] = {}
     for group in [requests[:1], requests[1:8], requests[8:]]:
         numbers += engine.submit(group, settings())
-        finished |= engine.take(max_tokens=3)
+        finished |= engine.collect(max_tokens=3)
     leaving = numbers[2]
     aborted = engine.abort([leaving]) if leaving not in finished else {}
     while engine.num_running:
-        finished |= engine.take(seconds=0.0)
+        finished |= engine.collect(seconds=0.0)
     for number, sample in aborted.items():
         (again,) = engine.submit([sample], settings())
-        finished[number] = engine.take()[again]
-    assert engine.take() == {}
+        finished[number] = engine.collect()[again]
+    assert engine.collect() == {}
     for number, expected in zip(numbers, samples, strict=True):
         assert_same(finished[number], expected, engine)
 
@@ -245,7 +245,7 @@ def test_running_samples_forbid_sleep_other_batches_and_other_settings(
             engine.generate(requests, settings())
         with pytest.raises(RolloutError, match="running with other sampling settings"):
             engine.submit(requests, settings(temperature=0.5))
-        finished = engine.take()
+        finished = engine.collect()
     finally:
         engine.abort()
     assert lists([finished[number] for number in numbers]) == lists(samples[::2])

@@ -49,7 +49,7 @@ def choices(model: Any, ids: list[int]) -> Tensor:
     """Return the model's choices in one pass over these tokens, in any order."""
     with Routers(model).recording() as passes:
         model(torch.tensor([ids]), use_cache=False)
-        return passes.take().sort(dim=-1).values
+        return passes.pop_choices().sort(dim=-1).values
 
 
 def assert_chosen(model: Any, sample: Sample) -> None:
@@ -79,11 +79,11 @@ def test_a_resumed_sample_has_the_experts_of_its_cache(
     engine = engine_of(name, model, keep_kv_cache=keep_kv_cache)
     expected = {sample.name: sample for sample in engine.generate(SAMPLES, SAMPLING)}
     engine.submit(SAMPLES, SAMPLING)
-    finished = list(engine.take(max_tokens=3).values())
+    finished = list(engine.collect(max_tokens=3).values())
     engine.submit(list(engine.abort().values()), SAMPLING)
-    engine.take(max_tokens=2)
+    engine.collect(max_tokens=2)
     engine.commit(2)  # the same weights under another name
-    finished += engine.take().values()
+    finished += engine.collect().values()
     for sample in finished:
         assert torch.equal(sample.tokens, expected[sample.name].tokens)
         assert_chosen(model, sample)

@@ -100,7 +100,7 @@ def test_the_first_finished_sample_is_returned_while_others_run(engine: RolloutE
     numbers = engine.submit(requests, settings(logit_bias=no_stops))
     takes = []
     while engine.num_running:
-        takes.append(list(engine.take(until_one=True)))
+        takes.append(list(engine.collect(until_one=True)))
     assert takes == [[number] for number in numbers]
 
 
@@ -128,10 +128,10 @@ def test_the_next_turn_after_an_update_uses_only_the_new_weights(
     first = [observing(sample) for sample in first_turns(engine, CachedStates())]
     updated = make_model(tmp_path, seed=1)
     (running,) = engine.submit(requests_of([[12, 13]]), settings())
-    engine.take(max_tokens=1)
+    engine.collect(max_tokens=1)
     load(engine, updated, 4)
     numbers = engine.submit(first, settings())
-    finished = engine.take()
+    finished = engine.collect()
     assert running in finished
     for number, before in zip(numbers, first, strict=True):
         sample, start = finished[number], len(before.tokens)

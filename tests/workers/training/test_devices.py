@@ -46,7 +46,7 @@ def batch_with_more() -> DataProto:
 
 def run_passes(worker: Any, names: list[str]) -> dict[str, torch.Tensor]:
     data = batch_with_more()
-    rows = Rows.take(data, (*INPUTS, *names))
+    rows = Rows.from_batch(data, (*INPUTS, *names))
     with worker.engine.running(worker.engine.optimizer):
         totals: dict[str, torch.Tensor] = worker.engine.run_passes(
             mini_batch(rows, 0, 1, None), loss_of(worker, data), None, [(rows.columns, len(data))]

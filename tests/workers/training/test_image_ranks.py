@@ -96,7 +96,7 @@ def trained(folder: Path, layout: str, model: dict[str, Any]) -> dict[str, Any]:
     start, real = data.shard.start if data.shard else 0, data.num_real_rows
     scored = actor.compute_log_prob(data)[0].batch["old_log_probs"][:real]
     make, *_ = actor.losses().values()
-    loss = replace(make(data), wanted=TokenOutputs(entropy=True))
+    loss = replace(make(data), token_outputs=TokenOutputs(entropy=True))
     engine.forward_backward_rows(data, MicroBatchBudget(rows=1), loss)
     engine.sum_gradients()
     gradients = {

@@ -36,7 +36,7 @@ def numbered(num_rows: int) -> DataProto:
 def test_a_mini_batch_has_the_same_samples_on_any_number_of_ranks(world_size: int) -> None:
     seen: list[list[int]] = [[], [], []]
     for chunk in split_rows(numbered(12), world_size):
-        rows = Rows.take(chunk, NAMES, world_size)
+        rows = Rows.from_batch(chunk, NAMES, world_size)
         for index in range(3):
             chosen = mini_batch(rows, index, 3, None)
             seen[index] += chosen.columns["responses"].padded()[:, 0].tolist()
@@ -45,7 +45,7 @@ def test_a_mini_batch_has_the_same_samples_on_any_number_of_ranks(world_size: in
 
 def test_pad_rows_are_dropped_and_restored_as_zeros() -> None:
     last = split_rows(numbered(7), 3)[2]
-    rows = Rows.take(last, NAMES, 3)
+    rows = Rows.from_batch(last, NAMES, 3)
     assert rows.columns["responses"].padded()[:, 0].tolist() == [6]
     assert (rows.places.tolist(), rows.total) == ([6], 7)
     assert rows.restore([torch.ones(1, 4)], [[0]]).sum(dim=1).tolist() == [4.0, 0.0, 0.0]
@@ -54,14 +54,16 @@ def test_pad_rows_are_dropped_and_restored_as_zeros() -> None:
 @pytest.mark.parametrize("holes", [False, True])
 def test_padded_and_ragged_columns_give_the_same_rows(holes: bool) -> None:
     dense = make_batch(6).select(INPUTS)
-    spans = Rows.take(dense, INPUTS).columns
+    spans = Rows.from_batch(dense, INPUTS).columns
     if holes:
         dense.batch["response_mask"][:, 1:3] = 0
     ragged = DataProto.from_dict(
         {name: spans[name].like(column) for name, column in dense.columns.items()}
     )
     for ours, theirs in ((ragged, dense), (split_rows(ragged, 4)[2], split_rows(dense, 4)[2])):
-        rows, other = (Rows.take(data, INPUTS, 4 if data.shard else 1) for data in (ours, theirs))
+        rows, other = (
+            Rows.from_batch(data, INPUTS, 4 if data.shard else 1) for data in (ours, theirs)
+        )
         assert same_value(rows.columns, other.columns)
 
         mask = rows.columns["response_mask"]
@@ -78,13 +80,13 @@ def test_padded_and_ragged_columns_give_the_same_rows(holes: bool) -> None:
 def test_counts_of_a_mini_batch_leave_out_rows_without_a_response() -> None:
     batch = make_batch(4)
     batch.batch["response_mask"][1] = 0
-    chosen = mini_batch(Rows.take(batch, NAMES), 0, 1, None)
+    chosen = mini_batch(Rows.from_batch(batch, NAMES), 0, 1, None)
     assert chosen.num_rows == 3
     assert chosen.num_tokens == int(batch.batch["response_mask"].sum())
 
 
 def test_a_rank_without_rows_runs_dummies_of_one_token_without_loss() -> None:
-    columns = Rows.take(make_batch(3), INPUTS).columns
+    columns = Rows.from_batch(make_batch(3), INPUTS).columns
     ((dummy, real),) = micro_batches(columns, [], None)
     assert real == 0
     assert dummy["response_mask"].padded().sum() == 0
@@ -139,11 +141,11 @@ def test_a_budget_counts_either_rows_or_tokens(sizes: dict[str, int]) -> None:
 
 def test_several_ranks_reject_a_batch_that_was_not_split_for_them() -> None:
     with pytest.raises(BatchError, match="worker group"):
-        Rows.take(make_batch(4), NAMES, num_ranks=2)
+        Rows.from_batch(make_batch(4), NAMES, num_ranks=2)
     with pytest.raises(
         BatchError, match="split for 4 ranks, but the model's rows are divided over 2"
     ):
-        Rows.take(split_rows(make_batch(4), 4)[0], NAMES, num_ranks=2)
+        Rows.from_batch(split_rows(make_batch(4), 4)[0], NAMES, num_ranks=2)
 
 
 def test_rows_above_the_border_are_in_separate_micro_batches() -> None:

@@ -23,7 +23,7 @@ from workers.training.engine import INPUTS
 from workers.training.mfu import needed_flops
 from workers.training.microbatch import MicroBatchBudget
 from workers.training.passes.forward_backward import Reading
-from workers.training.passes.packing import RowPasses, Work
+from workers.training.passes.packing import PassCounts, RowPasses
 from workers.training.row_scores import Pairs, RowScores
 
 PAIRS = 5
@@ -106,10 +106,10 @@ def test_operations_count_the_shared_prompt_of_a_pair_once(one_layer_dir: Path) 
     row = LMRow(np.arange(10, 20), np.arange(10) >= 6)
     batch = pair_batch([PairRow(row, row)], ["pair"], pad_token_id=0)
     engine = worker_of(LikelierWorker, one_layer_dir).engine
-    columns = engine.take(batch, (), engine.reading.inputs).columns
+    columns = engine.select_rows(batch, (), engine.reading.inputs).columns
     counts = []
     for shares in (True, False):
-        engine.row_passes, engine.work = replace(engine.row_passes, shares=shares), Work()
+        engine.row_passes, engine.work = replace(engine.row_passes, shares=shares), PassCounts()
         engine.cut(columns, MicroBatchBudget(rows=1))
         counts.append((engine.work.tokens, needed_flops(engine, trains=True)))
     (shared, few), (separate, many) = counts

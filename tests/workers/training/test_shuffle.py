@@ -32,7 +32,7 @@ def mini_batches(
     """Return the sample numbers of every mini-batch of two passes, over all ranks."""
     numbers: list[set[int]] = [set() for _ in range(6)]
     for chunk in split_rows(batch, world_size):
-        rows = Rows.take(chunk, NAMES, world_size)
+        rows = Rows.from_batch(chunk, NAMES, world_size)
         for epoch, ordered in enumerate(epoch_rows(rows, 2, seed, call)):
             for index in range(3):
                 chosen = mini_batch(ordered, index, 3, None).columns[SAMPLE_NUMBER]
@@ -66,7 +66,7 @@ def test_ranks_balanced_by_tokens_have_the_same_mini_batches(world_size: int) ->
 
 
 def test_samples_removed_after_the_numbering_are_rejected() -> None:
-    rows = Rows.take(numbered().select_idxs([0, 2, 11]), NAMES)
+    rows = Rows.from_batch(numbered().select_idxs([0, 2, 11]), NAMES)
     with pytest.raises(BatchError, match="sample_number 11 in a batch of 3 samples"):
         list(epoch_rows(rows, 1, 7, 0))
 

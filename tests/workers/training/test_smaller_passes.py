@@ -105,9 +105,9 @@ def fail_in(actor: Any, place: str, most_rows: int) -> list[int]:
 
     outputs = actor.engine.reading.outputs
 
-    def noted_outputs(columns: Any, wanted: Any) -> Any:
+    def noted_outputs(columns: Any, token_outputs: Any) -> Any:
         passes.append(int(columns["input_ids"].lengths.count_nonzero()))
-        return outputs(columns, wanted)
+        return outputs(columns, token_outputs)
 
     actor.engine.reading.outputs = noted_outputs
     if place == "forward":

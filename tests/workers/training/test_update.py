@@ -12,7 +12,7 @@ from tests.workers.samples import make_batch, started, tiny_config
 from workers.config import OptimConfig, ParallelConfig
 from workers.roles.actor import ActorWorker
 from workers.training import update
-from workers.training.update import WeightSample
+from workers.training.update import WeightProbe
 
 NAME = "actor/weights_changed_fraction"
 
@@ -34,11 +34,11 @@ def test_a_tiny_learning_rate_changes_nearly_nothing(tiny_dir: Path, dtype: str)
 
 def fraction_of_planted_changes(tiny_dir: Path, layout: dict[str, int]) -> float:
     """Return the fraction after a third of the rows of every matrix changed."""
-    update.LARGEST_SAMPLE = 100
+    update.MAX_PROBED_ELEMENTS = 100
     config = tiny_config(tiny_dir, parallel=ParallelConfig(**layout))
     engine = started(ActorWorker, config, 10).engine
     with engine.running():
-        sample = WeightSample(engine)
+        sample = WeightProbe(engine)
         with torch.no_grad():
             for weight in engine.module.parameters():
                 if weight.dim() == 2:

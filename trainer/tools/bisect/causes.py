@@ -223,11 +223,11 @@ def of_samples(step: Step, other: Step) -> Iterator[str]:
 
 def of_steps(step: Step, other: Step) -> Iterator[str]:
     """Yield that a side's prompts are those of an earlier or later step of the other."""
-    wanted = sorted(map(bytes, step.ids("prompts")))
+    prompts = sorted(map(bytes, step.ids("prompts")))
     for shift in (-2, -1, 1, 2):
         if step.number + shift in other.side.steps:
             earlier = Step.of(other.side, step.number + shift).ids("prompts")
-            if wanted and sorted(map(bytes, earlier)) == wanted:
+            if prompts and sorted(map(bytes, earlier)) == prompts:
                 word = "repeats" if shift < 0 else "skips"
                 yield f"{word} {abs(shift)} step of prompts (resume, or another start)"
 

@@ -104,10 +104,10 @@ def log_probs(arrays: dict[str, Any], passes: list[tuple[Any, Any]]) -> dict[str
     rows = {tuple(ids): numbers for ids, numbers in pairs}
     if not rows or "responses" not in arrays:
         return {}
-    wanted = torch.cat([arrays["prompts"], arrays["responses"]], 1).tolist()
-    if not {*map(tuple, wanted)} <= rows.keys():
+    samples = torch.cat([arrays["prompts"], arrays["responses"]], 1).tolist()
+    if not {*map(tuple, samples)} <= rows.keys():
         return {}
-    return {"log_probs": torch.stack([rows[tuple(ids)] for ids in wanted])}
+    return {"log_probs": torch.stack([rows[tuple(ids)] for ids in samples])}
 
 
 def watched(function: Any, watch: Any) -> Any:

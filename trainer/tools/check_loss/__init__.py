@@ -19,7 +19,7 @@ import torch
 
 from trainer.tools.check_loss import foreign
 from trainer.tools.check_loss.batches import Batch, all_batches, has_token, smaller
-from trainer.tools.check_loss.relations import NAMES, RELATIONS, TOLERANCES, Recorder, Relation
+from trainer.tools.check_loss.relations import NAMES, RELATIONS, TOLERANCES, CallRecorder, Relation
 from trainer.tools.check_loss.subject import Subject, check_name, subject_of
 from verl_like.errors import ConfigError
 from workers.losses.aggregate import AGGREGATIONS
@@ -31,7 +31,7 @@ class BrokenRelation(AssertionError):
     def __init__(self, subject: Subject, relation: Relation, batch: Batch) -> None:
         self.relation, self.batch = relation.__name__, batch
         cause = " ".join(str(relation.__doc__).partition("Likely cause: ")[2].split())
-        with Recorder() as record, suppress(ConfigError):
+        with CallRecorder() as record, suppress(ConfigError):
             subject.measure(batch)
         for dtype in record.dtypes & {torch.float16, torch.bfloat16}:
             cause = f"it rounds numbers to {dtype}; compute a loss in float32. Or: {cause}"

@@ -87,7 +87,7 @@ def has_token(batch: Batch) -> bool:
     return bool(batch["response_mask"].any())
 
 
-def take(batch: Batch, rows: Tensor) -> Batch:
+def select_rows(batch: Batch, rows: Tensor) -> Batch:
     """Return these rows of the batch."""
     return {name: column[rows.numpy()] for name, column in batch.items()}
 
@@ -101,7 +101,7 @@ def map_tokens(batch: Batch, change: Callable[[Tensor], Tensor], but: Sequence[s
 def smaller(batch: Batch) -> Iterator[Batch]:
     """Yield simpler batches: each without one row or one position, and one with rounded numbers."""
     rows, places = (torch.arange(size) for size in batch["response_mask"].shape)
-    yield from (take(batch, rows[rows != row]) for row in rows)
+    yield from (select_rows(batch, rows[rows != row]) for row in rows)
     for place in places.flip(0):
         yield map_tokens(batch, partial(torch.index_select, dim=1, index=places[places != place]))
     floats = {n: c for n, c in batch.items() if c.dtype == torch.float64}

@@ -23,13 +23,13 @@ from trainer.tools.check_loss.batches import (
     has_token,
     make_batch,
     map_tokens,
-    take,
+    select_rows,
 )
-from trainer.tools.check_loss.subject import Outcome, Subject, counts_of
+from trainer.tools.check_loss.subject import Measurement, Subject, counts_of
 from verl_like.errors import ConfigError
 from workers.losses.aggregate import Denominators, agg_loss
 
-Pairs = Iterator[tuple[str, Outcome, Outcome]]
+Pairs = Iterator[tuple[str, Measurement, Measurement]]
 Relation = Callable[[Subject, Batch], Pairs]
 STEPS = (1e-5, 1e-3)
 """Step sizes of finite differences: a large one may cross a kink, a small one is less exact."""
@@ -109,7 +109,7 @@ def row_permutation(subject: Subject, batch: Batch) -> Pairs:
     """
     order = torch.randperm(len(batch["index"]), generator=torch.Generator().manual_seed(1))
     expected = {n: c[order] if c.ndim else c for n, c in subject.measure(batch).items()}
-    yield f"with the rows {order.tolist()}", expected, subject.measure(take(batch, order))
+    yield f"with the rows {order.tolist()}", expected, subject.measure(select_rows(batch, order))
 
 
 def micro_batch_cut(subject: Subject, batch: Batch) -> Pairs:
@@ -171,7 +171,7 @@ def declared_aggregation(subject: Subject, batch: Batch) -> Pairs:
         yield f"with the weights of {subject.mode}", expected, {"gradient": gradient}
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Records dtypes, and constants: tensors from `detach` or `no_grad`.
 
     If given, `constants` from an earlier call replace the tensors of this call. The forward of an
@@ -206,11 +206,11 @@ def finite_differences(subject: Subject, batch: Batch) -> Pairs:
     def slope(step: float, constants: Sequence[Tensor]) -> Tensor:
         losses = []
         for shifted in (base + step * direction, base - step * direction):
-            with Recorder(constants):
+            with CallRecorder(constants):
                 losses.append(subject.measure({**batch, subject.variable: shifted})["loss"])
         return (losses[0] - losses[1]) / (2 * step)
 
-    with Recorder() as record:
+    with CallRecorder() as record:
         actual = (subject.measure(batch)["gradient"] * direction).sum()
     slopes = [slope(step, known) for step in STEPS for known in (list[Tensor](), record.constants)]
     closest = min(slopes, key=lambda value: float((value - actual).abs()))
@@ -294,7 +294,7 @@ def reward_scale_and_shift(subject: Subject, batch: Batch) -> Pairs:
             yield f"with rewards {change}", {"advantages": scaled}, {"advantages": actual}
 
 
-def _finite(change: str, actual: Outcome) -> Pairs:
+def _finite(change: str, actual: Measurement) -> Pairs:
     yield change, {name: column.nan_to_num(0, 0, 0) for name, column in actual.items()}, actual
 
 
@@ -307,7 +307,7 @@ def _same(subject: Subject, batch: Batch, changed: Batch, change: str) -> Pairs:
     yield change, inside(subject, batch), inside(subject, changed)
 
 
-def inside(subject: Subject, batch: Batch) -> Outcome:
+def inside(subject: Subject, batch: Batch) -> Measurement:
     """Return the outcome, with only the tokens inside the mask, flattened."""
     mask = batch["response_mask"].bool()
     outcome = subject.measure(batch).items()
@@ -323,7 +323,7 @@ def _cut(subject: Subject, batch: Batch, is_parallel: bool) -> Pairs:
         if subject.equal_cuts and len(rows) % size:
             continue
         groups = rows.split(size)
-        parts = [take(batch, group) for group in groups]
+        parts = [select_rows(batch, group) for group in groups]
         actual = subject.measure(*parts, ranks=len(parts) if is_parallel else 1)
         is_nan = any(bool(column.isnan().any()) for column in actual.values())
         if all(map(has_token, parts)) or not is_nan:  # `all_masked` reports a division by 0

@@ -30,7 +30,7 @@ from workers.losses.preference import PREFERENCE_LOSSES, REWARD_MODEL_LOSSES
 from workers.losses.registry import POLICY_LOSSES, traits_of
 from workers.losses.value import compute_value_loss
 
-Outcome = dict[str, Tensor]
+Measurement = dict[str, Tensor]
 """The result of a function on a batch: its loss and gradient, or an estimator's columns."""
 LOSS_SCALE_FACTOR = 16.0
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -84,7 +84,7 @@ class Subject:
     equal_cuts: bool = False
     """True if all micro-batches must have the same number of rows."""
 
-    def measure(self, *parts: Batch, ranks: int = 1) -> Outcome:
+    def measure(self, *parts: Batch, ranks: int = 1) -> Measurement:
         """Return the outcome of a mini-batch in these micro-batches, spread evenly over ranks."""
         counts = {**counts_of(*parts, ranks=ranks), "loss_agg_mode": self.mode}
         weight = 1 / ranks if "dp_size" in self.reads else 1.0
@@ -92,7 +92,7 @@ class Subject:
         joined = {name: [outcome[name] for outcome in outcomes] for name in outcomes[0]}
         return {n: torch.cat(c) if c[0].ndim else torch.stack(c).sum() for n, c in joined.items()}
 
-    def _measure(self, batch: Batch, weight: float) -> Outcome:
+    def _measure(self, batch: Batch, weight: float) -> Measurement:
         """Return the outcome of a micro-batch; an error names the function and the batch."""
         mask = batch["response_mask"]
         arguments = {n: c.clone() if isinstance(c, Tensor) else c for n, c in batch.items()}

@@ -93,7 +93,7 @@ def translate(command: Command) -> Translation | None:
         done.rename("main_ppo_split.py", {"placement": "split"})
     _apply("before", settings, done)
     for key, value in settings.items():
-        _take(key, value, settings, done)
+        _translate_key(key, value, settings, done)
     _apply("after", settings, done)
     return done
 
@@ -142,7 +142,7 @@ def _trains_tower(settings: Mapping[str, str], model: str, done: Translation) ->
         done.default(FREEZES, "false", {f"{model}.freeze_vision_tower": "false"})
 
 
-def _take(key: str, value: str, settings: Mapping[str, str], done: Translation) -> None:
+def _translate_key(key: str, value: str, settings: Mapping[str, str], done: Translation) -> None:
     """Translate one key."""
     outcome = translate_key(key, value, settings)
     if outcome is None:

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from trainer.config.devices import GIB_OF_GPUS
-from trainer.tools.planner.recorder import Gpu
-from trainer.tools.planner.records import Records, Work, products_only, record_passes
+from trainer.tools.planner.recorder import GpuSpeeds
+from trainer.tools.planner.records import CallWork, Records, products_only, record_passes
 from verl_like.errors import ConfigError, nearest
 from workers.memory import hf_config_of
 from workers.models.memory_shapes import model_shapes
@@ -55,9 +55,9 @@ class Device:
         return int(self.memory_gib * 2**30)
 
     @property
-    def rates(self) -> Gpu:
+    def rates(self) -> GpuSpeeds:
         """The rates that operations reach."""
-        return Gpu.of(self.flops, self.memory_bandwidth)
+        return GpuSpeeds.of(self.flops, self.memory_bandwidth)
 
 
 BANDWIDTHS = {
@@ -267,7 +267,7 @@ def pass_seconds(
     num_passes = steps * math.ceil(on_rank / steps / tokens_per_pass)
     rows_of_pass = on_rank / num_passes / model.length
 
-    def work(call: str, num_layers: float) -> Work:
+    def work(call: str, num_layers: float) -> CallWork:
         return model.passes.at(call, num_layers, rows_of_pass)
 
     call = "update" if trains else "forward"

@@ -27,9 +27,9 @@ from trainer.rows.trainer import longest_row, pass_tokens, preflight, role_memor
 from trainer.stubs import CallNode, our_class, trace_step
 from trainer.tools.planner.cost import Device, Gpus, ModelCost, StepRows, pass_seconds
 from trainer.tools.planner.search import (
-    Layout,
     PlannedPlacement,
     PoolLayout,
+    RoleLayout,
     Seconds,
     allocate,
     fit_together,
@@ -178,14 +178,16 @@ class Job(ABC):
         chosen = fit_together(self.device, layouts)
         return None if chosen is None else PoolLayout(num_gpus, chosen, saved)
 
-    def sharing(self, roles: tuple[str, ...], num_gpus: int) -> tuple[list[list[Layout]], Seconds]:
+    def sharing(
+        self, roles: tuple[str, ...], num_gpus: int
+    ) -> tuple[list[list[RoleLayout]], Seconds]:
         """Return the layouts of roles that share a pool, and the seconds per stage that it saves.
 
         Each role has its worthwhile layouts.
         """
         return [self.worthwhile(role, num_gpus) for role in roles], ()
 
-    def fits(self, layout: Layout) -> bool:
+    def fits(self, layout: RoleLayout) -> bool:
         """Return whether a GPU has room for the role by itself."""
         return fit_together(self.device, [[layout]]) is not None
 
@@ -231,13 +233,13 @@ class Job(ABC):
     # ------------------------------------------------------------------ layouts of a role
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
-    def worthwhile(self, role: str, num_gpus: int) -> list[Layout]:
-        """Return the layouts that no other layout beats (`Layout.beats`)."""
+    def worthwhile(self, role: str, num_gpus: int) -> list[RoleLayout]:
+        """Return the layouts that no other layout beats (`RoleLayout.beats`)."""
         layouts = self.layouts(role, num_gpus)
         return [layout for layout in layouts if not any(other.beats(layout) for other in layouts)]
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
-    def layouts(self, role: str, num_gpus: int) -> list[Layout]:
+    def layouts(self, role: str, num_gpus: int) -> list[RoleLayout]:
         """Return the layouts to try of a model on these GPUs, including those that do not fit.
 
         Axes are tried one at a time. Pipeline stages wait for each other, so `pp` is tried only if
@@ -259,7 +261,7 @@ class Job(ABC):
             candidates += self._layouts(role, num_gpus, self._sizes_of_axis(role, "pp"))
         return candidates
 
-    def _layouts(self, role: str, num_gpus: int, axes: Sequence[Keys]) -> Iterator[Layout]:
+    def _layouts(self, role: str, num_gpus: int, axes: Sequence[Keys]) -> Iterator[RoleLayout]:
         """Yield the layouts of a role on these GPUs, with seconds per stage and memory.
 
         Layouts that the model or the batch does not allow are left out.
@@ -295,7 +297,7 @@ class Job(ABC):
                     num_stages=num_chunks(model.sharding.pp_schedule),
                 )
             words = {key: str(value).lower() for key, value in keys.items()}
-            yield Layout(role, tuple(seconds.values()), memory, words)
+            yield RoleLayout(role, tuple(seconds.values()), memory, words)
 
     def _choices(self, role: str, axes: Sequence[Keys]) -> Iterator[Keys]:
         """Yield the keys of every layout to try; the user's keys keep their values."""

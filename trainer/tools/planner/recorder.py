@@ -36,7 +36,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuSpeeds:
     """Rates that operations reach on a GPU, per second, and overheads in seconds."""
 
     products: float
@@ -54,7 +54,7 @@ class Gpu:
     """Time in which the host starts one operation of a model, views included."""
 
     @classmethod
-    def of(cls, peak: float, memory: float) -> Gpu:
+    def of(cls, peak: float, memory: float) -> GpuSpeeds:
         """Return the rates of a GPU, from the operations and bytes per second of its data sheet.
 
         It reaches the fractions that an H100 reaches, where products and copies take 1.09 and 1.25
@@ -66,7 +66,7 @@ class Gpu:
         return cls(*rates, 2.4e12 * bandwidth, 6.8e9 * bandwidth, 3e-6, 8.5e-6)
 
 
-H100 = Gpu.of(989e12, 3.35e12)
+H100 = GpuSpeeds.of(989e12, 3.35e12)
 LONGEST_IN_ONE_READ = 16384
 """A compiled reduction over more numbers than this reads its input again for the next use."""
 
@@ -106,7 +106,7 @@ class Operation:
         most = max((size for _, size in self.reads), default=0)
         return most > LONGEST_IN_ONE_READ * sum(size for _, size in self.writes)
 
-    def seconds(self, gpu: Gpu) -> float:
+    def seconds(self, gpu: GpuSpeeds) -> float:
         """Return its time on a GPU."""
         if self.kind == "sorts":
             return self.reads[0][1] / 4 / gpu.sorts
@@ -147,7 +147,7 @@ WAITS: dict[Any, Callable[..., Any]] = {
 """Operations whose result the host waits for, and the answer that a program gets here."""
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Records what runs inside `with Recorder() as recorder`."""
 
     def __init__(self) -> None:
@@ -237,13 +237,13 @@ class Recorder(TorchDispatchMode):
         """Return the operations as the device runs them; compiled ones are fused."""
         return fused(self.operations) if compiled else self.operations
 
-    def device_and_host(self, gpu: Gpu, compiled: bool) -> tuple[float, float]:
+    def device_and_host(self, gpu: GpuSpeeds, compiled: bool) -> tuple[float, float]:
         """Return the seconds of the device, and those in which the host starts operations."""
         kernels = self.kernels(compiled)
         on_device = sum(kernel.seconds(gpu) for kernel in kernels)
         return on_device, gpu.host * (len(kernels) if compiled else self.num_started)
 
-    def seconds(self, gpu: Gpu, compiled: bool = False) -> float:
+    def seconds(self, gpu: GpuSpeeds, compiled: bool = False) -> float:
         """Return the time on a GPU: of the device, or of the host if that is longer."""
         return max(self.device_and_host(gpu, compiled))
 
@@ -338,7 +338,7 @@ class _Attention(torch.autograd.Function):
 
 def _note(name: str, reads: Iterable[Any], writes: Iterable[Any], flops: float) -> None:
     recorder = _get_current_dispatch_mode()
-    if isinstance(recorder, Recorder):
+    if isinstance(recorder, OperationRecorder):
         recorder.add(name, reads, writes, flops)
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainer.tools.planner.recorder import META, Gpu, Recorder, on_meta, patched
+from trainer.tools.planner.recorder import META, GpuSpeeds, OperationRecorder, on_meta, patched
 from trainer.tools.small_models import with_first_layers
 from verl_like.batch.protocol import DataProto, Shard
 from workers.config import ModelConfig, OptimConfig
@@ -54,7 +54,7 @@ STAND_INS = {
 SAMPLED_ROWS = 256
 
 
-class Work(NamedTuple):
+class CallWork(NamedTuple):
     """What a call does on one GPU."""
 
     device: float = 0.0
@@ -67,7 +67,7 @@ class Work(NamedTuple):
     """Bytes of whole gradients that FSDP reduces."""
 
     @classmethod
-    def of(cls, recorder: Recorder, gpu: Gpu, compiled: bool) -> Work:
+    def of(cls, recorder: OperationRecorder, gpu: GpuSpeeds, compiled: bool) -> CallWork:
         """Return what was recorded."""
         sent = recorder.sent
         seconds = recorder.device_and_host(gpu, compiled)
@@ -78,32 +78,32 @@ class Work(NamedTuple):
 class Records:
     """The recorded works of a model's calls."""
 
-    works: dict[str, dict[int, dict[int, Work]]] = field(default_factory=dict)
+    works: dict[str, dict[int, dict[int, CallWork]]] = field(default_factory=dict)
     """Call -> number of layers -> number of rows -> work."""
 
-    def note(self, call: str, num_layers: int, num_rows: int, work: Work) -> None:
+    def note(self, call: str, num_layers: int, num_rows: int, work: CallWork) -> None:
         """Add a recorded call."""
         self.works.setdefault(call, {}).setdefault(num_layers, {})[num_rows] = work
 
-    def at(self, call: str, num_layers: float, num_rows: float = 0) -> Work:
+    def at(self, call: str, num_layers: float, num_rows: float = 0) -> CallWork:
         """Return the work of a call with this many layers and rows."""
         works = self.works[call]
         return _line({layers: _line(works[layers], num_rows) for layers in works}, num_layers)
 
 
-def _line(points: dict[int, Work], x: float) -> Work:
+def _line(points: dict[int, CallWork], x: float) -> CallWork:
     """Return the value at x of the line through the first and the last point."""
     (first, *_), (*_, last) = points, points
     share = (x - first) / (last - first) if last > first else 0.0
     pairs = zip(points[first], points[last], strict=True)
-    return Work(*(max(0.0, a + (b - a) * share) for a, b in pairs))
+    return CallWork(*(max(0.0, a + (b - a) * share) for a, b in pairs))
 
 
 _records: dict[str, Records] = {}
 
 
 def record_passes(
-    spec: RoleModelSpec, prompt: int, response: int, gpu: Gpu, num_ranks: int
+    spec: RoleModelSpec, prompt: int, response: int, gpu: GpuSpeeds, num_ranks: int
 ) -> Records:
     """Record `forward` and, if the model is trained, `update` and `step`, on one of the ranks."""
     key = repr((spec, described_by(spec.model), prompt, response, gpu, num_ranks))
@@ -126,7 +126,7 @@ def record_passes(
 
 
 def products_only(
-    weights: float, active: float, length: float, num_layers: int, gpu: Gpu, num_ranks: int
+    weights: float, active: float, length: float, num_layers: int, gpu: GpuSpeeds, num_ranks: int
 ) -> Records:
     """Return works of a class that does not run on the meta device, from its numbers of weights."""
     records = Records()
@@ -134,10 +134,12 @@ def products_only(
         share = layers / num_layers
         seconds = share * num_rows * 2 * active * length / gpu.products
         gathered = share * 2 * weights
-        records.note("forward", layers, num_rows, Work(seconds, 0, gathered))
-        records.note("update", layers, num_rows, Work(3 * seconds, 0, 2 * gathered, 2 * gathered))
+        records.note("forward", layers, num_rows, CallWork(seconds, 0, gathered))
+        records.note(
+            "update", layers, num_rows, CallWork(3 * seconds, 0, 2 * gathered, 2 * gathered)
+        )
         step = share * 28 * weights / num_ranks / gpu.memory
-        records.note("step", layers, num_rows, Work(step))
+        records.note("step", layers, num_rows, CallWork(step))
     return records
 
 
@@ -167,7 +169,7 @@ def _record_calls(
     spec: RoleModelSpec,
     num_layers: int,
     lengths: tuple[int, int],
-    gpu: Gpu,
+    gpu: GpuSpeeds,
     num_ranks: int,
 ) -> None:
     """Record the kernels of a role's calls on meta tensors, for two numbers of rows."""
@@ -177,24 +179,24 @@ def _record_calls(
     worker: Any = SimpleNamespace(
         open_process_group=lambda: None, device=META, world_size=num_ranks
     )
-    wanted, loss = TokenOutputs(entropy=spec.head == "token"), Loss("sum", _sum)
-    with Recorder():  # a short pass through compiled layers asks for numbers
+    token_outputs, loss = TokenOutputs(entropy=spec.head == "token"), Loss("sum", _sum)
+    with OperationRecorder():  # a short pass through compiled layers asks for numbers
         engine.build(worker, 1)
     fewest = max(2, TOKENS // sum(lengths))
     for num_rows in (1, fewest, 2 * fewest):  # the first calls prepare what later ones reuse
         rows = _rows(num_rows, *lengths, num_ranks)
         budget = MicroBatchBudget(tokens=num_rows * sum(lengths))
         calls: dict[str, Callable[[], Any]] = {
-            "forward": functools.partial(engine.forward_rows, rows, budget, wanted)
+            "forward": functools.partial(engine.forward_rows, rows, budget, token_outputs)
         }
         if spec.trains:
             calls["update"] = functools.partial(engine.forward_backward_rows, rows, budget, loss)
             calls["step"] = engine.optim_step
         for call, run in calls.items():
-            with Recorder() as recorder:
+            with OperationRecorder() as recorder:
                 run()
             if num_rows > 1:
-                work = Work.of(recorder, gpu, spec.model.compile == "on")
+                work = CallWork.of(recorder, gpu, spec.model.compile == "on")
                 records.note(call, num_layers, num_rows, work)
 
 
@@ -225,7 +227,7 @@ def _rows(num_rows: int, prompt: int, response: int, num_ranks: int) -> DataProt
 # ---------------------------------------------------------------------------------------------
 
 
-def record_tokens(model: ModelConfig, context: int, gpu: Gpu, **sampling: Any) -> Records:
+def record_tokens(model: ModelConfig, context: int, gpu: GpuSpeeds, **sampling: Any) -> Records:
     """Record a `token` of the native engine for rows of `context` tokens."""
     key = repr((model, described_by(model), context, gpu, sampling))
     if key not in _records:
@@ -234,16 +236,18 @@ def record_tokens(model: ModelConfig, context: int, gpu: Gpu, **sampling: Any) -
             module = meta_model(short, "token").to(precision_of(short, "cuda").compute)
             for num_rows in (DECODED_ROWS, 2 * DECODED_ROWS):
                 recorder = decoded_token(module, num_rows, context, **sampling)
-                records.note("token", num_layers, num_rows, Work.of(recorder, gpu, compiled=False))
+                records.note(
+                    "token", num_layers, num_rows, CallWork.of(recorder, gpu, compiled=False)
+                )
         _records[key] = records
     return _records[key]
 
 
-def decoded_token(module: Any, num_rows: int, context: int, **sampling: Any) -> Recorder:
+def decoded_token(module: Any, num_rows: int, context: int, **sampling: Any) -> OperationRecorder:
     """Return what the native engine does for one more token of every row."""
     from workers.rollout.native.engine import NativeRolloutEngine
 
-    recorders: list[Recorder] = []
+    recorders: list[OperationRecorder] = []
     checks = {
         "workers.rollout.native.engine.check_decoding": lambda *_: None,
         "workers.rollout.native.engine.agrees": lambda _: True,
@@ -251,7 +255,7 @@ def decoded_token(module: Any, num_rows: int, context: int, **sampling: Any) -> 
     limits = EngineLimits(context, 8, max_num_seqs=num_rows, kv_cache_gib=1e6)
     with patched(checks):
         for num_tokens in (3, 4):
-            recorders.append(Recorder())
+            recorders.append(OperationRecorder())
             engine = NativeRolloutEngine(module, limits, owns_weights=False)
             engine.commit(0)
             samples = [Sample([6] * context, key) for key in range(num_rows)]
@@ -274,9 +278,9 @@ def sample(num_rows: int, num_words: int, **settings: Any) -> None:
 
 
 @functools.cache
-def sampler_seconds(num_words: int, gpu: Gpu, **settings: Any) -> float:
+def sampler_seconds(num_words: int, gpu: GpuSpeeds, **settings: Any) -> float:
     """Return the seconds of the device in which a row's token is sampled."""
-    recorder = Recorder()
+    recorder = OperationRecorder()
     with recorder:
         sample(SAMPLED_ROWS, num_words, **settings)
     return recorder.device_and_host(gpu, compiled=False)[0] / SAMPLED_ROWS

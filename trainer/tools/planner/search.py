@@ -22,7 +22,7 @@ Seconds = tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RoleLayout:
     """A layout of a role on the GPUs of a pool."""
 
     role: str
@@ -36,7 +36,7 @@ class Layout:
         """Seconds of all stages."""
         return sum(self.seconds)
 
-    def beats(self, other: Layout) -> bool:
+    def beats(self, other: RoleLayout) -> bool:
         """Return whether this layout is at least as good in time and memory, and better in one."""
         mine, others = (
             (layout.total, layout.memory.resident, layout.memory.call) for layout in (self, other)
@@ -49,7 +49,7 @@ class PoolLayout:
     """Roles that share a number of GPUs."""
 
     gpus: int
-    layouts: tuple[Layout, ...]
+    layouts: tuple[RoleLayout, ...]
     saved: Seconds = ()
     """Seconds per stage that the roles save by sharing a pool."""
 
@@ -130,14 +130,16 @@ def partitions(roles: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
             yield (*groups[:number], (first, *group), *groups[number + 1 :])
 
 
-def fit_together(device: Device, layouts: Sequence[Sequence[Layout]]) -> tuple[Layout, ...] | None:
+def fit_together(
+    device: Device, layouts: Sequence[Sequence[RoleLayout]]
+) -> tuple[RoleLayout, ...] | None:
     """Choose a layout for every role so that a GPU has room for all; None if none is found.
 
     Every role starts with its fastest layout. While the layouts do not fit together, the one whose
     replacement saves the most bytes per second of extra time is replaced.
     """
 
-    def missing(chosen: Sequence[Layout]) -> float:
+    def missing(chosen: Sequence[RoleLayout]) -> float:
         roles = [replace(layout.memory, pool="") for layout in chosen]
         usable = usable_bytes(roles, "cuda", device.bytes)
         return max(pool_bytes(roles)[""] - usable, 0.0)

@@ -12,7 +12,7 @@ from trainer.memory import gib, memory_table
 from trainer.tools.planner.cost import measured_on
 from trainer.tools.planner.job import Job, cluster_keys, layout_keys
 from trainer.tools.planner.ppo import ROLLOUT, PPOJob
-from trainer.tools.planner.search import Layout, PlannedPlacement
+from trainer.tools.planner.search import PlannedPlacement, RoleLayout
 from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
 from workers.memory import usable_bytes
@@ -209,7 +209,7 @@ def _slower_partitions(
 def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
     """Yield a line per key value that is not in `best`: its speed, or the memory that it needs."""
     shown = {key for placement in best for key in layout_keys(placement)}
-    layouts: dict[str, list[Layout]] = {}
+    layouts: dict[str, list[RoleLayout]] = {}
     for layout in job.layouts(job.roles[0], best[0].pools[0].gpus):
         for key, value in layout.keys.items():
             layouts.setdefault(f"{key}={value}", []).append(layout)

@@ -21,7 +21,7 @@ P = ParamSpec("P")
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#8c510a")
 METHOD_COLORS = {
     "generate_sequences": "#009e73",
-    "take": "#009e73",
+    "collect": "#009e73",
     "compute_log_prob": "#56b4e9",
     "compute_ref_log_prob": "#8c510a",
     "compute_values": "#e69f00",
@@ -61,7 +61,7 @@ class Panel(NamedTuple):
 
     def names_among(self, known: Iterable[str]) -> list[str]:
         """Return the known metrics that the panel shows, in the order of its names."""
-        return [name for wanted in self.names for name in known if fnmatchcase(name, wanted)]
+        return [name for pattern in self.names for name in known if fnmatchcase(name, pattern)]
 
 
 BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")

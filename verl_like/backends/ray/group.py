@@ -2,8 +2,8 @@
 
 With `detached=True` the actors outlive the driver; another driver finds them by their names:
 
-    names = RayWorkerGroup(pool, recipe, detached=True).worker_names
-    group = RayWorkerGroup.from_detached(worker_names=names, ray_cls_with_init=recipe)
+    names = RayWorkerGroup(pool, role_class, detached=True).worker_names
+    group = RayWorkerGroup.from_detached(worker_names=names, ray_cls_with_init=role_class)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from verl_like.backends.ray.transport import HostActor, RayTransport, local_pack
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, check_group_arguments
 from verl_like.errors import ConfigError, PlacementError
-from verl_like.process.host import pack_recipes
+from verl_like.process.host import pack_constructors
 from verl_like.process.info import ProcessInfo, checked_worker_env
 
 
@@ -115,11 +115,11 @@ class RayWorkerGroup(_RunningWorkers):
             )
 
         roles = ray_cls_with_init.roles(name_prefix)
-        recipes = ray_cls_with_init.recipes(name_prefix)
+        constructors = ray_cls_with_init.constructors(name_prefix)
         options = _actor_options(roles, checked_worker_env(worker_env))
         if detached:
             options["lifetime"] = "detached"
-        packed = pack_recipes(recipes)
+        packed = pack_constructors(constructors)
 
         limits = deadlines or resource_pool.deadlines
         bundles = resource_pool.bundles()
@@ -153,7 +153,7 @@ class RayWorkerGroup(_RunningWorkers):
             }
             actors.append(HostActor.options(**{**place, **options}).remote(packed, fact, packages))
         transport = RayTransport(actors, processes, limits, names, master_port)
-        classes = {role: recipe.cls for role, recipe in roles.items()}
+        classes = {role: role_class.cls for role, role_class in roles.items()}
         super().__init__(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
     @staticmethod
@@ -193,7 +193,7 @@ class RayWorkerGroup(_RunningWorkers):
                 "name_prefix, if any) that the workers were started with."
             )
         transport = RayTransport(actors, processes, deadlines or Deadlines(), worker_names)
-        classes = {role: recipe.cls for role, recipe in roles.items()}
+        classes = {role: role_class.cls for role, role_class in roles.items()}
         return _RunningWorkers(transport, classes, prefixed=ray_cls_with_init.prefixed)
 
 
@@ -203,8 +203,8 @@ def _actor_options(
     """Return the options of an actor for all roles, with their environment variables."""
     options: dict[str, Any] = {"max_restarts": 0, "max_task_retries": 0}
     variables, runtime_env = dict(worker_env), {}
-    for role, recipe in roles.items():
-        role_options = dict(getattr(recipe, "options", {}))
+    for role, role_class in roles.items():
+        role_options = dict(getattr(role_class, "options", {}))
         role_env = dict(role_options.pop("runtime_env", None) or {})
         for name, value in checked_worker_env(role_env.pop("env_vars", None)).items():
             if variables.setdefault(name, value) != value:

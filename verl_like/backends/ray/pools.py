@@ -175,22 +175,22 @@ class RayResourcePool(ResourcePool):
         """Wait until the placement groups are ready; raise after `placement_s` seconds."""
         warn_s = min(self.deadlines.warn_s, PENDING_S)
         clock = WaitClock(f"placement of pool {self.name}", self.deadlines.placement_s, warn_s)
-        wanted = f"{self.store} processes of {amounts(need)} each"
+        request = f"{self.store} processes of {amounts(need)} each"
         if self.labels:
-            wanted += f" on nodes with {', '.join(map('='.join, self.labels.items()))}"
+            request += f" on nodes with {', '.join(map('='.join, self.labels.items()))}"
         shortage = partial(describe_shortage, need, self.world_size)
         waiting = [group.ready() for group in groups]
         while waiting:
             waiting = ray.wait(waiting, num_returns=len(waiting), timeout=clock.remaining())[1]
             if waiting and clock.is_over():
                 raise WaitTimeoutError(
-                    f"{clock.summary}: the cluster did not provide {wanted} within "
+                    f"{clock.summary}: the cluster did not provide {request} within "
                     f"{clock.limit_s:.0f} s (timeouts.placement_s); {shortage()}. Stop the "
                     "programs that hold the resources, make the pool smaller, or, if CPUs are "
                     "short, lower cpus_per_process."
                 )
             if waiting:
-                clock.warn_if_old(lambda: f"{wanted}; {shortage()}")
+                clock.warn_if_old(lambda: f"{request}; {shortage()}")
 
 
 def _remove(groups: Sequence[PlacementGroup]) -> None:
@@ -293,9 +293,9 @@ def _targets(pool: RayResourcePool, need: dict[str, float]) -> list[str | None]:
     for entry, count in largest_first:
         fitting = [node for node in nodes if _num_processes(node["Resources"], need) >= count]
         if not fitting:
-            wanted = {kind: amount * count for kind, amount in need.items()}
+            request = {kind: amount * count for kind, amount in need.items()}
             raise PlacementError(
-                f"pool {pool.name} needs {count} processes on one node ({amounts(wanted)}), but "
+                f"pool {pool.name} needs {count} processes on one node ({amounts(request)}), but "
                 "no node has these resources, even when idle. Nodes: "
                 f"{_describe_nodes(nodes, need)}. Put fewer processes on a node, or, if CPUs are "
                 "short, lower cpus_per_process."

@@ -32,7 +32,7 @@ from torch import Tensor
 from workers.models.lora import merged_tensors
 from workers.models.routing import RecordedChoices
 from workers.models.state import named_state
-from workers.rollout.base import EngineLimits, SamplingParams, TakeBudget
+from workers.rollout.base import CollectBudget, EngineLimits, SamplingParams
 from workers.rollout.module_engine import ModuleRolloutEngine
 from workers.rollout.native.direct_forward import (
     MIN_ROWS,
@@ -136,7 +136,7 @@ class NativeRolloutEngine(ModuleRolloutEngine):
             )
         self._scheduler.add(samples)
 
-    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
+    def _advance(self, budget: CollectBudget) -> dict[int, Sample]:
         scheduler = self._scheduler
         assert scheduler is not None, "`_submit` creates it"
         is_direct = scheduler.forward_class is DirectForward

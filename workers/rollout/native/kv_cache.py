@@ -121,7 +121,7 @@ class CacheMemory:
     def __init__(self) -> None:
         self._free: list[Tensor] = []
 
-    def take(self, count: int, like: Tensor) -> Tensor:
+    def allocate(self, count: int, like: Tensor) -> Tensor:
         """Return memory for `count` numbers in the dtype of `like`, with zeros or old contents.
 
         On a CPU, new memory is in huge pages if the system has them.
@@ -140,7 +140,7 @@ class CacheMemory:
         with torch.inference_mode(False):  # so that passes in any mode may write to it
             return torch.frombuffer(memory, dtype=like.dtype)
 
-    def give(self, states: Tensor) -> None:
+    def release(self, states: Tensor) -> None:
         """Accept memory that is no longer used."""
         count = states.untyped_storage().nbytes() // states.itemsize
         self._free.append(states.as_strided((count,), (1,), 0))
@@ -186,7 +186,7 @@ class Slots:
         """
         count = self.num_slots * like.shape[1] * len(self.columns) * like.shape[3]
         shape = (self.num_slots, like.shape[1], self.width, like.shape[3])
-        return self.memory.take(count, like)[: torch.Size(shape).numel()].view(shape)
+        return self.memory.allocate(count, like)[: torch.Size(shape).numel()].view(shape)
 
     def copied(self, old: Tensor, num_used: int) -> Tensor:
         """Return slots of the current width, with copies of the first `num_used` old slots.
@@ -289,7 +289,7 @@ class SlotLayer(CacheLayerMixin):
             before = self.keys, self.values
             self.keys, self.values = (self.slots.copied(states, num_used) for states in before)
             for states in before:
-                self.slots.memory.give(states)
+                self.slots.memory.release(states)
 
     def get_max_length(self) -> int:
         """Return the number of columns of a slot."""
@@ -327,7 +327,7 @@ class SlotCache(Cache):
     def release(self) -> None:
         """Give the slots' memory back to `CacheMemory`; no slot may be in use."""
         for stored in self._stored():
-            self.slots.memory.give(stored)
+            self.slots.memory.release(stored)
 
     def num_bytes(self, count: int) -> int:
         """Return the bytes of the keys and values of `count` tokens."""

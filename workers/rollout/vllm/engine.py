@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
-from workers.rollout.base import EngineLimits, RolloutEngine, SamplingParams, TakeBudget
+from workers.rollout.base import CollectBudget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import UNFINISHED, Sample
 from workers.rollout.vllm.handover import AdapterFiles, Handover
 from workers.rollout.vllm.in_process import InProcessVllm
@@ -171,7 +171,7 @@ class VllmRolloutEngine(RolloutEngine):
             requests.append(VllmRequest(number, ids, salt, params, sample.name, sample.images))
         self.vllm.begin(asdict(sampling), self._num_rows, requests)
 
-    def _advance(self, budget: TakeBudget) -> dict[int, Sample]:
+    def _advance(self, budget: CollectBudget) -> dict[int, Sample]:
         """Run vLLM until the budget ends, and return the finished samples."""
         assert self._sampling is not None, "`submit` sets it"
         start = {number: len(request.tokens) for number, request in self._requests.items()}

@@ -14,7 +14,7 @@ from verl_like.errors import ConfigError, RolloutError
 from workers.images import ImageRef, opened
 from workers.models.causal_lm import MODEL_ERRORS
 from workers.models.images import image_reader
-from workers.rollout.base import EngineLimits, TakeBudget
+from workers.rollout.base import CollectBudget, EngineLimits
 from workers.rollout.vllm.handover import Arrivals, by_layer
 from workers.rollout.vllm.lockstep import Lockstep, on_all_ranks
 from workers.rollout.vllm.setup import (
@@ -167,7 +167,7 @@ class InProcessVllm:
             "multi_modal_uuids": {"image": [ref.sha for ref in refs]},
         }
 
-    def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int]]]:
+    def step(self, budget: CollectBudget) -> Iterator[tuple[int, Sequence[int]]]:
         """Run one decode step; yield the new tokens of requests, by number."""
         for output in self._step():
             yield int(output.request_id), output.outputs[0].token_ids

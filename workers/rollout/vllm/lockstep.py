@@ -6,7 +6,7 @@ scheduler to the other ranks. They follow until the role's call ends:
 
     with engine.leading():                  # on the first rank, in a role's call
         engine.submit(samples, sampling)    # announces the requests to add ...
-        engine.take()                       # ... and each step
+        engine.collect()                    # ... and each step
     engine.follow()                         # on the other ranks, in the same call
 
 Weights need no announcement, because every rank receives its own weights at the same time.

@@ -28,7 +28,7 @@ from torch import Tensor
 from verl_like.calls.deadlines import in_daemon
 from verl_like.errors import RolloutError, WeightSyncError
 from workers.models.folder import read_hf_config
-from workers.rollout.base import EngineLimits, TakeBudget
+from workers.rollout.base import CollectBudget, EngineLimits
 from workers.rollout.vllm.handover import Arrivals
 from workers.rollout.vllm.setup import (
     EXTENSION,
@@ -84,14 +84,14 @@ class VllmServer:
         ranks = self.call("model_identity")
         self._num_ranks = len(ranks)
         actual, longest = ranks[0], limits.prompt_width + limits.response_width
-        wanted = model_identity(read_hf_config(settings.model_path).get_text_config()) | {
+        expected = model_identity(read_hf_config(settings.model_path).get_text_config()) | {
             "dtype": settings.dtype,
             "quantization": None,
             "async_scheduling": False,
         }
         wrong = [
             f"{name} {actual[name]} instead of {value}"
-            for name, value in wanted.items()
+            for name, value in expected.items()
             if actual[name] != value
         ]
         if actual["max_model_len"] < longest:
@@ -144,7 +144,7 @@ class VllmServer:
             problem = f"lost the connection in a response ({error!r})"
             self._arrived.put((number, self._error(problem, CHECK_LOG)))
 
-    def step(self, budget: TakeBudget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
+    def step(self, budget: CollectBudget) -> Iterator[tuple[int, Sequence[int] | Exception]]:
         """Yield the tokens and errors that have arrived; if none have, wait at most `LOOK_S`."""
         try:
             arrived = [self._arrived.get(timeout=min(LOOK_S, budget.seconds_left))]

@@ -132,22 +132,22 @@ def process_environment(
 
     They stay set after the context, which restores only torch's number of threads.
     """
-    wanted = {
+    variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_USE_V2_MODEL_RUNNER": "0",
     }
     if device_type == "cpu":
-        wanted["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+        variables["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
     elif num_ranks > 1:
         # torch and vLLM number the GPUs that a process sees, and in a run each process sees only
         # its own GPU, as number 0
-        wanted |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+        variables |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
 
-    new = {name: value for name, value in wanted.items() if name not in os.environ}
+    new = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(new)
     num_threads = torch.get_num_threads()
     try:

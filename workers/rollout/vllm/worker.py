@@ -271,7 +271,7 @@ class WorkerExtension:
 
     def choices_for(self, rows: list[int]) -> list[Tensor | None]:
         """Return the expert choices of these requests, which have ended."""
-        return [self.sampler.choices.take(row) for row in rows]
+        return [self.sampler.choices.pop_row(row) for row in rows]
 
     def use_version(self, version: int) -> None:
         """Label tokens that are sampled from now on with this version."""
@@ -503,7 +503,7 @@ class ExpertChoices:
                 self._experts_of_row[row] = chosen.new_zeros(width, *chosen.shape[1:])
             self._experts_of_row[row][first : first + end - begin] = chosen[begin:end]
 
-    def take(self, row: int) -> Tensor | None:
+    def pop_row(self, row: int) -> Tensor | None:
         """Remove and return the choices [max model length, layers, choices] of an ended request.
 
         They are zero for tokens that the model did not read. Return None if it read no token.

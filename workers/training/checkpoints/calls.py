@@ -97,8 +97,8 @@ class CheckpointMixin(BackgroundSaves):
         """
         from workers.training.checkpoints.save_load import save
 
-        wanted = self.config.checkpoint.save_contents if contents is None else contents
-        save(self.engine, self.average, Path(path), step, wanted, self.copies)
+        saved = self.config.checkpoint.save_contents if contents is None else contents
+        save(self.engine, self.average, Path(path), step, saved, self.copies)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_model(self, path: str) -> None:

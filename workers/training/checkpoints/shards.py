@@ -180,16 +180,16 @@ def _damaged(folder: Path, error: BaseException) -> DamagedCheckpointError:
 
 def read_shards(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Read this rank's shard of every tensor in place; other tensors in the folder are not read."""
-    wanted = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+    nonempty = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     stored = stored_tensors(folder)
-    missing = [name for name in wanted if not _is_covered(wanted[name].shape, stored.get(name))]
+    missing = [name for name in nonempty if not _is_covered(nonempty[name].shape, stored.get(name))]
     _reject_broken(folder, missing)
     try:
         for path in sorted(folder.glob("*.safetensors")):
             with safe_open(path, framework="pt") as opened:
                 places = json.loads(opened.metadata()[PLACES])
-                for name in wanted.keys() & {*opened.keys()}:
-                    tensor, in_file = wanted[name], opened.get_slice(name)
+                for name in nonempty.keys() & {*opened.keys()}:
+                    tensor, in_file = nonempty[name], opened.get_slice(name)
                     if not tensor.dim():
                         local_shard(tensor).copy_(opened.get_tensor(name))
                         continue

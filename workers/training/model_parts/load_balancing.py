@@ -104,7 +104,7 @@ class LoadBalancing(ModelPart):
         of_all = all_reduce(torch.tensor([num_layers], device=model.device), model.groups.pp)
         self.choices = ExpertLoad(shares, num_tokens, int(of_all))
         self.plain, self.total = loss, 0.0
-        return replace(loss, compute=self.compute, of_stage=self.of_stage)
+        return replace(loss, compute=self.compute, stage_terms=self.stage_terms)
 
     def compute(
         self, outputs: Columns, columns: Columns, batch: MiniBatch
@@ -112,15 +112,15 @@ class LoadBalancing(ModelPart):
         """Return the micro-batch's contribution to the sum of both losses."""
         assert self.plain is not None, "extend_loss comes first"
         loss, metrics = self.plain.compute(outputs, columns, batch)
-        for auxiliary in self._of_pass(bool(columns["response_mask"].any())):
+        for auxiliary in self._pass_terms(bool(columns["response_mask"].any())):
             loss = loss + auxiliary
         return loss, metrics
 
-    def of_stage(self, columns: RowColumns) -> list[Tensor]:
+    def stage_terms(self, columns: RowColumns) -> list[Tensor]:
         """Return the term that a stage before the last adds to the loss."""
-        return self._of_pass(bool((columns["response_mask"].values != 0).any()))
+        return self._pass_terms(bool((columns["response_mask"].values != 0).any()))
 
-    def _of_pass(self, is_real: bool) -> list[Tensor]:
+    def _pass_terms(self, is_real: bool) -> list[Tensor]:
         """Return the loss of this rank's layers; an empty list for a dummy pass."""
         choices = self.choices
         if choices.shares is None or not is_real:

@@ -111,7 +111,7 @@ class PipelineLayers:
         return frozenset() if tied is None or not self.has_last else frozenset((tied,))
 
     def forward(
-        self, reading: Reading, micro_batches: MicroBatches, wanted: TokenOutputs = DEFAULT
+        self, reading: Reading, micro_batches: MicroBatches, token_outputs: TokenOutputs = DEFAULT
     ) -> Iterator[tuple[RowColumns, int]]:
         """Run forward passes; the last stage yields outputs, other stages send states on."""
         for action in self.pipeline.actions(len(micro_batches), trains=False):
@@ -120,7 +120,7 @@ class PipelineLayers:
             outputs: RowColumns = {}
             with self.pipeline.computing(action, shapes) as results:
                 if self._is_last(action):
-                    outputs = reading.outputs(columns, wanted)
+                    outputs = reading.outputs(columns, token_outputs)
                 else:
                     results += self._states(reading, columns)
             yield outputs, num_real
@@ -144,7 +144,7 @@ class PipelineLayers:
             shapes = self._shapes(action, reading, columns)
             with self.pipeline.computing(action, shapes) as results:
                 if self._is_last(action):
-                    yield reading.outputs(columns, loss.wanted), columns, num_real, results
+                    yield reading.outputs(columns, loss.token_outputs), columns, num_real, results
                 else:
                     results += self._states(reading, columns, loss)
 
@@ -158,8 +158,8 @@ class PipelineLayers:
         """Return the states for the next stage, and the terms that this stage adds to the loss."""
         module = self.model.module
         states = [module(**model_inputs(module, feed)) for feed in reading.feeds(columns)]
-        if loss is not None and loss.of_stage is not None:
-            states += loss.of_stage(columns)
+        if loss is not None and loss.stage_terms is not None:
+            states += loss.stage_terms(columns)
         return states
 
     def _shapes(
@@ -189,7 +189,7 @@ class PipelineLayers:
         gradient = local_part(weight.grad)
         gradient.copy_(exchange_sum(gradient, line))
 
-    def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
+    def gather_stages(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
         """Yield the tensors of all stages; `shapes` describes the tensors of this rank."""
         layouts = [(name, tensor.shape, tensor.dtype) for name, tensor in shapes]
         is_first, line = self.model.groups.is_first_of_stage, self.pipeline.line

@@ -1,6 +1,6 @@
 """Forward and backward passes: the outputs that are read from them, and their order.
 
-reading.outputs(columns, wanted)                # runs the passes of one micro-batch
+reading.outputs(columns, token_outputs)                # runs the passes of one micro-batch
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Reading:
         """Return the arguments of the forward passes over a micro-batch: one pass."""
         return [self.model.feed(columns, self.reads(columns))]
 
-    def outputs(self, columns: RowColumns, wanted: TokenOutputs = DEFAULT) -> RowColumns:
+    def outputs(self, columns: RowColumns, token_outputs: TokenOutputs = DEFAULT) -> RowColumns:
         """Run a forward pass; return [rows, R] columns, zero outside the response mask."""
         model, device = self.model, self.model.device
         mask = columns["response_mask"]
@@ -81,7 +81,7 @@ class Reading:
                 model.module,
                 feed,
                 to_device(labels, device),
-                wanted,
+                token_outputs,
                 may_chunk=model.model_config.use_fused_kernels,
                 vocab=model.vocab,
                 fused=model.is_compiled,
@@ -118,11 +118,11 @@ class AllLayers:
     """Names of weights on this rank that are copies of another rank's weights."""
 
     def forward(
-        self, reading: Reading, micro_batches: MicroBatches, wanted: TokenOutputs = DEFAULT
+        self, reading: Reading, micro_batches: MicroBatches, token_outputs: TokenOutputs = DEFAULT
     ) -> Iterator[tuple[RowColumns, int]]:
         """Yield the outputs of each micro-batch, and its number of real rows."""
         for columns, num_real in micro_batches:
-            yield reading.outputs(columns, wanted), num_real
+            yield reading.outputs(columns, token_outputs), num_real
 
     def train(
         self, reading: Reading, micro_batches: MicroBatches, loss: Loss
@@ -134,7 +134,7 @@ class AllLayers:
         model, num_left = reading.model, len(micro_batches)
         for columns, num_real in micro_batches:
             losses: list[Tensor] = []
-            yield reading.outputs(columns, loss.wanted), columns, num_real, losses
+            yield reading.outputs(columns, loss.token_outputs), columns, num_real, losses
             num_left -= 1
             begin_pass(
                 model.module, model.is_one_unit, num_left == 0, strategy=model.sharding.strategy
@@ -150,6 +150,6 @@ class AllLayers:
     def sum_tied_gradients(self) -> None:
         """Do nothing: embeddings and head are on the same rank."""
 
-    def of_all_ranks(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
+    def gather_stages(self, tensors: Named, shapes: Named, on_all_ranks: bool) -> Named:
         """Yield the tensors of all pipeline stages; without stages, this rank has all of them."""
         return tensors

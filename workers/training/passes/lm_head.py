@@ -62,18 +62,20 @@ def token_columns(
     module: Any,
     feed: Feed,
     labels: Tensor,
-    wanted: TokenOutputs,
+    token_outputs: TokenOutputs,
     *,
     may_chunk: bool = True,
     vocab: VocabShard | None = None,
     fused: bool = False,
 ) -> Columns:
-    """Return `log_probs` of the labels, and the other wanted columns, at the positions of `feed`.
+    """Return `log_probs` of the labels, and the other `token_outputs`, at the positions of `feed`.
 
     `vocab` is this rank's shard of the vocabulary if it is split over ranks. With `fused`,
     log-probs and entropy are computed by compiled functions; this has no effect with `vocab`.
     """
-    compute = functools.partial(columns_of_logits, wanted=wanted, vocab=vocab, fused=fused)
+    compute = functools.partial(
+        columns_of_logits, token_outputs=token_outputs, vocab=vocab, fused=fused
+    )
     num_words = None if vocab is None else vocab.most
     num_rows = positions_per_chunk(
         module.config, len(labels), may_chunk, num_words, labels.device.type
@@ -86,34 +88,35 @@ def token_columns(
 def columns_of_logits(
     logits: Tensor,
     labels: Tensor,
-    wanted: TokenOutputs,
+    token_outputs: TokenOutputs,
     vocab: VocabShard | None = None,
     fused: bool = False,
 ) -> Columns:
-    """Return the wanted columns of logits; the backward pass writes over `logits`."""
+    """Return the requested columns of logits; the backward pass writes over `logits`."""
     if vocab is not None:
-        if wanted.top_k:
+        if token_outputs.top_k:
             raise ConfigError(
                 "the likeliest tokens are not supported if the vocabulary is split over ranks "
                 "(parallel.tp)."
             )
         from workers.parallel.vocabulary import token_stats
 
-        return token_stats(logits, labels, vocab, *wanted[:3])
+        return token_stats(logits, labels, vocab, *token_outputs[:3])
     columns: Columns = {}
-    options: Any = {"temperature": wanted.temperature, "inplace_backward": True, "fused": fused}
-    if wanted.entropy:
+    temperature = token_outputs.temperature
+    options: Any = {"temperature": temperature, "inplace_backward": True, "fused": fused}
+    if token_outputs.entropy:
         both = logprobs_and_entropy_from_logits(logits, labels, **options)
         columns["log_probs"], columns["entropys"] = both
     else:
         columns["log_probs"] = logprobs_from_logits(logits, labels, **options)
-    if wanted.sum_pi_squared:
-        squares = sum_pi_squared_from_logits(logits, temperature=wanted.temperature)
+    if token_outputs.sum_pi_squared:
+        squares = sum_pi_squared_from_logits(logits, temperature=token_outputs.temperature)
         columns["sum_pi_squared"] = squares
-    if wanted.top_k:
-        scaled = logits.float() / wanted.temperature
-        values, tokens = (scaled - scaled.logsumexp(dim=-1, keepdim=True)).topk(wanted.top_k)
-        for rank in range(wanted.top_k):
+    if token_outputs.top_k:
+        scaled = logits.float() / token_outputs.temperature
+        values, tokens = (scaled - scaled.logsumexp(dim=-1, keepdim=True)).topk(token_outputs.top_k)
+        for rank in range(token_outputs.top_k):
             columns[f"top_tokens_{rank}"] = tokens[:, rank]
             columns[f"top_log_probs_{rank}"] = values[:, rank]
     return columns
@@ -255,9 +258,9 @@ class _Chunks(torch.autograd.Function):
             linear_sums = dict(zip(names, map(local_shard, sums), strict=False))
             with torch.enable_grad(), _accumulate_into(ctx.head.layer, linear_sums):
                 outputs = [*ctx.compute(ctx.head.logits(states_here), labels[chunk]).values()]
-            wanted = [number for number, grad in enumerate(grads) if grad is not None]
+            used = [number for number, grad in enumerate(grads) if grad is not None]
             grad_chunk, *of_others = torch.autograd.grad(
-                [outputs[number] for number in wanted],
+                [outputs[number] for number in used],
                 [states_here, *others],
                 [grad[chunk] for grad in grads if grad is not None],
             )

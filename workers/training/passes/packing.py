@@ -91,7 +91,7 @@ def _places_in_rows(column: RaggedTensor) -> Tensor:
 
 
 @dataclass
-class Work:
+class PassCounts:
     """Counts of what rows need from a model, summed over their passes."""
 
     tokens: int = 0

@@ -126,7 +126,7 @@ def torch_varlen_kernel(function: Callable[..., Any]) -> Attend:
 
 
 def find_kernel(
-    wanted: str,
+    setting: str,
     device: torch.device,
     dtype: torch.dtype,
     head_size: int = 64,
@@ -136,23 +136,23 @@ def find_kernel(
 
     Soft-capping is tried only if it is needed, because flash-attn-4 compiles a kernel for it.
     """
-    if wanted != "auto" and wanted not in LIBRARIES:
-        return None, f"model.attn_implementation={wanted}"
+    if setting != "auto" and setting not in LIBRARIES:
+        return None, f"model.attn_implementation={setting}"
     reason = kernel_blocker(device, dtype)
     if not reason and head_size > LARGEST_HEAD:
         reason = f"FlashAttention needs heads of at most {LARGEST_HEAD}, not {head_size}"
-        if wanted != "auto":
-            warn_once(f"attention: using sdpa instead of {wanted}: {reason}.")
+        if setting != "auto":
+            warn_once(f"attention: using sdpa instead of {setting}: {reason}.")
     if reason:
         return None, reason
 
     reasons, capability = [], torch.cuda.get_device_capability(device)
     for name, library in LIBRARIES.items():
         suits = library.capabilities[0] <= capability < library.capabilities[1]
-        if wanted == name and not suits:
+        if setting == name and not suits:
             at = ".".join(map(str, capability))
             reasons.append(f"{library.package} has no kernel for compute capability {at}")
-        elif suits and wanted in ("auto", name):
+        elif suits and setting in ("auto", name):
             kernel, reason = _checked(
                 library.load, library, device, dtype, head_size, needs_softcap
             )
@@ -161,9 +161,9 @@ def find_kernel(
             reasons.append(reason)
 
     kernel, reason = _checked(_torch_varlen, None, device, dtype, head_size, needs_softcap)
-    if wanted != "auto":
+    if setting != "auto":
         name = "sdpa" if kernel is None else kernel.name
-        warn_once(f"attention: using {name} instead of {wanted}: {reasons[0]}.")
+        warn_once(f"attention: using {name} instead of {setting}: {reasons[0]}.")
     return kernel, "; ".join(filter(None, [*reasons, reason]))
 
 

@@ -22,7 +22,7 @@ from trainer.tools.planner.cost import (
     spread,
     sync_seconds,
 )
-from trainer.tools.planner.records import Records, Work, products_only
+from trainer.tools.planner.records import CallWork, Records, products_only
 from verl_like.errors import ConfigError
 from workers.parallel.sharding import ParallelDims
 
@@ -69,7 +69,7 @@ def test_recomputed_layers_cost_their_forward_pass() -> None:
 
 
 def test_a_pass_takes_at_least_as_long_as_the_host_starts_it() -> None:
-    works = Records({"forward": {LAYERS: {0: Work(0, 0.5), 1: Work(0.01, 0.5)}}})
+    works = Records({"forward": {LAYERS: {0: CallWork(0, 0.5), 1: CallWork(0.01, 0.5)}}})
     model = replace(MODEL, passes=works)
     seconds = pass_seconds(model, ROWS, ParallelDims(), 16000, h100s(1))
     assert seconds == pytest.approx(64 * 0.5 + 1024 * ON_HOST + CALL_S)
@@ -140,7 +140,7 @@ def test_vllm_reads_all_weights_per_token() -> None:
 
 
 def test_the_native_engine_takes_the_recorded_time_per_token() -> None:
-    tokens = Records({"token": {LAYERS: {0: Work(0.01, 0.02), 100: Work(0.03, 0.02)}}})
+    tokens = Records({"token": {LAYERS: {0: CallWork(0.01, 0.02), 100: CallWork(0.03, 0.02)}}})
     for samples, per_token in ((25, 0.02), (100, 0.03)):
         rows = StepRows(samples, samples, 128, [256])
         seconds = decode_seconds(MODEL, rows, h100s(1), 1, 20e9, 256, 0.0, tokens)

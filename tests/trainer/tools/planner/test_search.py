@@ -9,9 +9,9 @@ import pytest
 
 from trainer.tools.planner.cost import DEVICES
 from trainer.tools.planner.search import (
-    Layout,
     PlannedPlacement,
     PoolLayout,
+    RoleLayout,
     allocate,
     fit_together,
     partitions,
@@ -23,9 +23,9 @@ USABLE = 0.92 * 79
 """GiB of an H100 that a plan may fill."""
 
 
-def layout(role: str, seconds: tuple[float, ...], kept: float = 0, call: float = 0) -> Layout:
+def layout(role: str, seconds: tuple[float, ...], kept: float = 0, call: float = 0) -> RoleLayout:
     memory = RoleMemory(role, "", "", weights=kept * GIB, activations=call * GIB)
-    return Layout(role, seconds, memory)
+    return RoleLayout(role, seconds, memory)
 
 
 def pools(

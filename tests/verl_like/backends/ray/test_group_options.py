@@ -12,11 +12,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
 
 def test_detached_workers_are_found_again_by_their_names() -> None:
-    recipe = RayClassWithInitArgs(Hybrid)
-    recipe.update_options({"runtime_env": {"env_vars": {"ITS": "own"}}})
+    role_class = RayClassWithInitArgs(Hybrid)
+    role_class.update_options({"runtime_env": {"env_vars": {"ITS": "own"}}})
     with RayResourcePool([2], use_gpu=False, cpus_per_process=0.5, detached=True) as pool:
         group = RayWorkerGroup(
-            pool, recipe, detached=True, device_name="cpu", worker_env={"MINE": "7"}
+            pool, role_class, detached=True, device_name="cpu", worker_env={"MINE": "7"}
         )
         group.init_model()
         assert group.execute_all_sync("getenv", "ITS") == ["own"] * 2
@@ -29,7 +29,7 @@ def test_detached_workers_are_found_again_by_their_names() -> None:
         with pytest.raises(PlacementError, match="has the roles adder, scaler, worker, but"):
             RayWorkerGroup.from_detached(group.worker_names, RayClassWithInitArgs(object))
         with pytest.raises(PlacementError, match="but ray_cls_with_init has adder, scaler, other"):
-            RayWorkerGroup.from_detached(group.worker_names, recipe, name_prefix="other")
+            RayWorkerGroup.from_detached(group.worker_names, role_class, name_prefix="other")
         again.shutdown()
 
 
@@ -49,12 +49,12 @@ def test_a_device_that_the_pool_lacks_is_rejected() -> None:
 
 
 def test_roles_of_one_process_must_agree_on_its_environment() -> None:
-    recipe = RayClassWithInitArgs(Hybrid)
-    recipe.update_options({"runtime_env": {"env_vars": {"MINE": "8"}}})
+    role_class = RayClassWithInitArgs(Hybrid)
+    role_class.update_options({"runtime_env": {"env_vars": {"MINE": "8"}}})
     with pytest.raises(
         ConfigError, match="worker sets MINE=8 .*worker_env or another role sets 7;"
     ):
-        RayWorkerGroup(RayResourcePool([1]), recipe, worker_env={"MINE": "7"})
-    recipe.update_options({"runtime_env": {"env_vars": {"RANK": "1"}}})
+        RayWorkerGroup(RayResourcePool([1]), role_class, worker_env={"MINE": "7"})
+    role_class.update_options({"runtime_env": {"env_vars": {"RANK": "1"}}})
     with pytest.raises(ConfigError, match="the launcher sets RANK for every rank"):
-        RayWorkerGroup(RayResourcePool([1]), recipe)
+        RayWorkerGroup(RayResourcePool([1]), role_class)

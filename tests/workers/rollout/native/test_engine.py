@@ -274,6 +274,6 @@ def test_a_sample_that_joins_between_takes_keeps_earlier_ones(model: Any) -> Non
 
     engine = wide_engine(model)
     number, ends = engine.submit([long, other], settings())
-    assert list(engine.take(until_one=True)) == [ends]
+    assert list(engine.collect(until_one=True)) == [ends]
     engine.submit([short], settings())
-    assert_same(engine.take()[number], single, engine)
+    assert_same(engine.collect()[number], single, engine)

@@ -36,10 +36,10 @@ def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
 
     outputs = engine.generate(requests, sampling)
     numbers = engine.submit(requests, sampling)
-    done = engine.take(max_tokens=2)
+    done = engine.collect(max_tokens=2)
     aborted = engine.abort(numbers[:5])
     engine.commit(1)  # what runs is read again
-    done |= engine.take()
+    done |= engine.collect()
     again = [sample for sample in aborted.values() if sample.finish_reason == "abort"]
     outputs += [*done.values(), *engine.generate(again, sampling)]
 
@@ -48,7 +48,7 @@ def choices_of_both(folder: Path, family: str) -> list[tuple[Tensor, Tensor]]:
         row = torch.tensor([[*output.prompt, *output.tokens.tolist()][:-1]])
         with torch.no_grad(), routers.recording() as passes:
             model(row, use_cache=False)
-            theirs = passes.take()
+            theirs = passes.pop_choices()
         assert output.routed_experts is not None
         assert output.routed_experts.dtype == theirs.dtype
         choices.append((output.routed_experts.sort(dim=-1).values, theirs.sort(dim=-1).values))

@@ -72,8 +72,8 @@ class Role:
         return self.engine.submit(requests_of([[11], [12, 13]]), SAMPLING)
 
     @in_step
-    def take(self, seconds: float | None = None) -> Any:
-        return sorted(self.engine.take(seconds=seconds))
+    def collect(self, seconds: float | None = None) -> Any:
+        return sorted(self.engine.collect(seconds=seconds))
 
     @in_step
     def abort(self) -> Any:
@@ -102,9 +102,9 @@ def one_is_slow(folder: Path) -> Any:
     role = Role(engine)
     if engine.is_follower:
         time.sleep(0.3)
-    results = [role.submit(), role.take(0.0), role.take(0.0)]
+    results = [role.submit(), role.collect(0.0), role.collect(0.0)]
     load(engine, make_model(folder / f"again {engine.is_follower}"), 2)
-    results += [engine.num_running, role.abort(), role.take(), engine.num_running]
+    results += [engine.num_running, role.abort(), role.collect(), engine.num_running]
     return results, llm_of(engine).log
 
 
@@ -115,7 +115,7 @@ def one_fails(folder: Path) -> Any:
         llm_of(engine).fails_at = 2
     role.submit()
     try:
-        role.take()
+        role.collect()
     except ValueError as error:
         return str(error)
     return role.engine.num_running

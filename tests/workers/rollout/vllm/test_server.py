@@ -58,11 +58,11 @@ def test_requests_join_running_ones_and_aborted_ones_resume(
     _, rank = server
     rank.held |= {1, 20}
     first, second = engine.submit([Sample([1]), Sample([20])], FREE)
-    assert engine.take(max_tokens=2) == {}
+    assert engine.collect(max_tokens=2) == {}
     (third,) = engine.submit([Sample([40])], FREE)
     finished: dict[int, Sample] = {}
     while third not in finished:
-        finished |= engine.take(seconds=0.2)
+        finished |= engine.collect(seconds=0.2)
     assert finished[third].tokens.tolist() == list(range(40, 40 + RESPONSE))
     assert finished[third].log_probs.tolist() == [-float(n) for n in range(40, 40 + RESPONSE)]
 
@@ -72,7 +72,7 @@ def test_requests_join_running_ones_and_aborted_ones_resume(
     assert len(rank.aborted) == 1
     rank.held.clear()
     (again,) = engine.submit([stopped[first]], FREE)
-    finished |= engine.take()
+    finished |= engine.collect()
     assert finished[again].tokens.tolist() == list(range(1, 1 + RESPONSE))
     assert finished[second].tokens.tolist() == list(range(20, 20 + RESPONSE))
     assert finished[again].finish_reason == "length"
@@ -96,7 +96,7 @@ def test_a_request_that_arrives_after_its_abort_is_aborted(
 
     monkeypatch.setattr(server_side, "_ask", ask_early)
     (number,) = engine.submit([Sample([1])], FREE)
-    engine.take(max_tokens=2)
+    engine.collect(max_tokens=2)
     assert engine.abort([number])[number].tokens.tolist() == [1, 2]
     assert late.is_set()
     assert not server_side._streams
@@ -112,14 +112,14 @@ def test_weights_arrive_while_the_server_is_paused(
 
     rank.held.add(1)
     (number,) = engine.submit([Sample([1])], FREE)
-    engine.take(max_tokens=2)
+    engine.collect(max_tokens=2)
     rank.calls.clear()
     load(engine, model, 4)
     places = [rank.calls.index(path) for path in ("/pause?mode=keep&clear_cache=false", "/resume")]
     assert places == [0, len(rank.calls) - 1]
     assert "/reset_prefix_cache?reset_running_requests=true" in rank.calls
     rank.held.clear()
-    sample = engine.take()[number]
+    sample = engine.collect()[number]
     assert sample.versions.tolist() == [3] * 2 + [4] * (RESPONSE - 2)
 
 
@@ -205,7 +205,7 @@ def test_a_server_that_dies_during_a_response_ends_the_take(
     server[1].dies = True
     engine.submit([Sample([1])], FREE)
     with pytest.raises(RolloutError, match="(closed|lost) the connection .*restart the server"):
-        engine.take()
+        engine.collect()
     assert engine.num_running == 0
 
 

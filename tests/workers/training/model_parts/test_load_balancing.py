@@ -123,7 +123,7 @@ def test_rows_with_another_loss_are_not_counted(experts_dir: Path) -> None:
     actor = actor_of(experts_dir)
     engine, names = actor.engine, (*INPUTS, *ACTOR_COLUMNS)
     ours, others = (
-        mini_batch(Rows.take(make_batch(6, seed), names), 0, 1, None) for seed in (0, 1)
+        mini_batch(Rows.from_batch(make_batch(6, seed), names), 0, 1, None) for seed in (0, 1)
     )
     results = []
     data, text = make_batch(6), Loss("text", log_likelihood, is_balanced=False)

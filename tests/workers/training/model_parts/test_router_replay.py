@@ -55,7 +55,7 @@ def own_choices(actor: ActorWorker) -> list[Tensor]:
     for tokens, mask in zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True):
         with torch.no_grad(), routers_of(actor).recording() as choices:
             module(input_ids=tokens[mask][None], use_cache=False)
-            rows.append(choices.take())
+            rows.append(choices.pop_choices())
     return rows
 
 
@@ -105,7 +105,7 @@ def test_experts_get_the_tokens_of_the_column(tmp_path: Path, family: str, packe
     actor.config.ppo_micro_batch_size_per_gpu = 1
     with routers_of(actor).recording() as choices:
         replayed = actor.compute_log_prob(batch)[0].batch["old_log_probs"]
-        used = choices.take()
+        used = choices.pop_choices()
     # the last token is not read; passes reorder rows
     expected = torch.cat([row[:-1] for row in rows])
     if packed:

@@ -40,8 +40,10 @@ def errors(is_tied: bool) -> dict[str, float]:
 
     results: list[dict[str, Any]] = []
     for model, shard, may_chunk in ((whole, None, False), (split, vocab, True)):
-        wanted = TokenOutputs(0.7, entropy=True, sum_pi_squared=True)
-        columns = token_columns(model, feed, labels, wanted, may_chunk=may_chunk, vocab=shard)
+        token_outputs = TokenOutputs(0.7, entropy=True, sum_pi_squared=True)
+        columns = token_columns(
+            model, feed, labels, token_outputs, may_chunk=may_chunk, vocab=shard
+        )
         (columns["log_probs"] * labels.sin() + columns["entropys"].cos()).sum().backward()
         numbers = {name: column.detach() for name, column in columns.items()}
         for name, weight in model.named_parameters():

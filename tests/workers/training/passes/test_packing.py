@@ -72,7 +72,7 @@ def test_packed_rows_match_padded_rows(tmp_path: Path) -> None:
 
 
 def test_a_pack_has_only_the_needed_tokens(one_layer_dir: Path) -> None:
-    columns = Rows.take(odd_batch(), INPUTS).columns
+    columns = Rows.from_batch(odd_batch(), INPUTS).columns
     needed = needed_lengths(Reading().reads(columns))
     assert needed[0] == 0
     assert (needed <= columns["attention_mask"].lengths).all()
@@ -152,7 +152,7 @@ def test_an_empty_model_has_buffers_and_no_weights(one_layer_dir: Path) -> None:
 def test_inputs_of_a_gpu_are_copied_from_locked_memory_without_a_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    columns = Rows.take(odd_batch(), INPUTS).columns
+    columns = Rows.from_batch(odd_batch(), INPUTS).columns
     gpu, locked, sent = torch.device("cuda"), set(), []
 
     def lock(tensor: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,7 @@ def test_rows_across_longrope_s_original_length_never_share_a_pass(
 ) -> None:
     folder, data = saved_model(tmp_path, "phi3", LONGROPE), ragged_rows()
     engine = started(ActorWorker, tiny_config(folder), 1).engine
-    cuts = engine.cut(Rows.take(data, INPUTS).columns, MicroBatchBudget(tokens=10_000))
+    cuts = engine.cut(Rows.from_batch(data, INPUTS).columns, MicroBatchBudget(tokens=10_000))
     assert cuts == [[0, 1, 2, 3, 4], [5, 6]]  # 17 tokens are above 16, and 13 below
 
 
@@ -109,7 +109,7 @@ def test_passes_with_quadratic_attention_are_short(
     monkeypatch.setattr(packing, "LARGEST_SQUARE", 20)
     config = tiny_config(tiny_dir, model={"attn_implementation": "eager"})
     engine = started(ActorWorker, config, 1).engine
-    columns = Rows.take(make_batch(9), INPUTS).columns
+    columns = Rows.from_batch(make_batch(9), INPUTS).columns
     tokens = engine.row_passes.lengths(engine.reading.reads(columns))
     cuts = engine.cut(columns, MicroBatchBudget(tokens=10_000))
     assert engine.packs
