@@ -19,6 +19,7 @@ from verl_like.calls.future import WorkerFuture
 from verl_like.config_key import Section
 from verl_like.extend import CheckpointMixin, Trainer
 from verl_like.lazy import names_by_block
+from verl_like.registry import Registry
 
 DATA = Path(__file__).resolve().parent / "data" / "api.yaml"
 PAGES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(DATA.read_text(encoding="utf-8"))
@@ -46,6 +47,8 @@ def rows_of(path: str, members: Any) -> Iterator[tuple[str, str]]:
         return
     is_documented = inspect.isclass(target) or inspect.isroutine(target)
     text = docstring(target) if is_documented else docstring_of_constant(module, name)
+    if isinstance(target, Registry):
+        text = f"{first_sentence(text).removesuffix('.')}: `{target.entry}`."
     yield name if members == "docstring" else called(name, target), text
     methods = members if isinstance(members, list) else []
     if isinstance(members, dict):

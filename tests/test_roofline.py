@@ -53,7 +53,7 @@ def test_decoding_is_fit_for_a_cuda_graph(roofline: ModuleType) -> None:
         forward.decode(ids, slots)
         buffers = [forward.step, forward.step and forward.step.first_keys]
         for _ in range(2):
-            with roofline.Recorder() as recorder:
+            with roofline.OperationRecorder() as recorder:
                 forward.decode(ids, slots)
             assert not recorder.waits
             assert not recorder.copies
@@ -106,7 +106,7 @@ def test_no_gradient_of_shared_prefixes_is_sorted(roofline: ModuleType) -> None:
 
 
 def test_unfiltered_sampling_on_a_gpu_starts_few_operations(roofline: ModuleType) -> None:
-    with roofline.Recorder() as recorder:
+    with roofline.OperationRecorder() as recorder:
         roofline.sample(1024)
     assert len(recorder.operations) <= 112
     assert len(recorder.kernels(compiled=True)) <= 44
@@ -116,7 +116,7 @@ def test_unfiltered_sampling_on_a_gpu_starts_few_operations(roofline: ModuleType
 def test_neighbors_without_a_product_are_one_kernel(roofline: ModuleType) -> None:
     meta = torch.device("meta")
     a, b = (torch.empty(64, 64, device=meta) for _ in range(2))
-    with roofline.Recorder() as recorder:
+    with roofline.OperationRecorder() as recorder:
         c = ((a + b) * 2).relu()
         d = c @ a
         (d + 1).sum().item()

@@ -46,7 +46,9 @@ class Recorder:
     def __init__(
         self, folder: str | os.PathLike[str], framework: str, config: Mapping[str, Any] = {}
     ) -> None:
-        """`config` has the run's settings: JSON's types, nested or with dotted keys."""
+        """`framework` names the program, such as "trl"; `config` has the settings of its run,
+        nested or with dotted keys.
+        """
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         if not (self.folder / STEPS).exists():

@@ -31,19 +31,25 @@ class Column:
 
     Example:
 
-        Column("verdicts", "[rows]", "float32", role="verifier")
+        Column("verdicts", "[rows]", "float32", role="verifier", method="compute_verdicts")
+
+    Args:
+        name: the key in `batch` or `non_tensor_batch`.
+        shape: the sizes, such as "[rows, R]" for one number per response token.
+        dtype: the element type, such as "float32".
+        note: text after the writers: another writer, such as a stage, or a condition.
+        role: the role that writes the column, if any.
+        method: the method of the role that returns the column.
+        is_loaded: whether the data loader provides the column, or its prompt part.
     """
 
     name: str
     shape: str
     dtype: str
     note: str = ""
-    """Text after the writers: another writer, such as a stage of the driver, or a condition."""
     role: str = ""
-    """The role that writes the column, if any."""
     method: str = ""
     is_loaded: bool = False
-    """True if the data loader provides the column, or its prompt part."""
 
     @property
     def written_by(self) -> str:
@@ -175,8 +181,11 @@ def batch_columns(
 ) -> Callable[[F], F]:
     """Declare the columns that a role's method may read, and those that it writes.
 
-    Columns that `COLUMNS` already lists for a method of this name need not be declared as written.
-    `scores` is for methods that the score stage of PPO calls.
+    Args:
+        reads: names of the columns that the call sends to the workers.
+        writes: columns of the result; leave out those that `COLUMNS` lists for a method of this
+            name.
+        scores: whether the score stage of PPO calls the method.
 
     Example:
 

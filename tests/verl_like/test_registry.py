@@ -8,6 +8,7 @@ from pydoc import render_doc
 import pytest
 
 from verl_like.errors import ConfigError, nearest
+from verl_like.extend import EVAL
 from verl_like.registry import Registry, load_attribute, load_object
 
 KEYS = "data.custom_cls.path", "data.custom_cls.name"
@@ -171,3 +172,9 @@ def test_a_missing_name_lists_the_names_of_the_file(tmp_path):
     file.write_text("letters = digits = 1\n_private = 2\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"name='leters': .* It has digits, letters"):
         load_attribute(str(file), "leters", *KEYS)
+
+
+def test_help_shows_what_one_registers_and_what_a_recipe_is() -> None:
+    losses = Registry("loss with an entry", entry="(gap) -> losses")
+    assert "(gap) -> losses" in render_doc(losses)
+    assert "`EvaluationConfig`" in render_doc(EVAL)

@@ -214,8 +214,10 @@ def _check(sampler: Any, subject: str) -> None:
     check_call(sampler, subject, CallSignature())
 
 
-BATCH_SAMPLERS: Registry[type[BatchSampler]] = Registry("sampler", _check)
-"""Names for `async_training.sampler`: subclasses of `BatchSampler`.
+BATCH_SAMPLERS: Registry[type[BatchSampler]] = Registry(
+    "sampler", _check, "subclass of BatchSampler"
+)
+"""Names for `async_training.sampler`.
 
     @BATCH_SAMPLERS.register("first_ready")
     class FirstReady(BatchSampler):

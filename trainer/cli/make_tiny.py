@@ -75,7 +75,7 @@ def make_tokenizer(words: Iterable[str] = CHARACTERS, pattern: str = r"[\s\S]") 
 
 
 def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers: int = 2) -> Any:
-    """Return a Llama with random weights that fits the tokenizer."""
+    """Return a Llama with random weights, drawn with `seed`, that fits the tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -98,7 +98,10 @@ def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers:
 
 
 def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int = 1000) -> None:
-    """Train on 32 rows of equal length per step, for `steps` or until the loss is below `until`."""
+    """Train on 32 rows of equal length per step, for `steps` or until the loss is below `until`.
+
+    `tokens` and `labels` [rows, T] are token ids; a label of -100 is not learned.
+    """
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -171,7 +174,11 @@ def make(
     num_val: int = 32,
     **size: int,
 ) -> Path:
-    """Write model, tokenizer and both parquet files into `folder`; `size` goes to `make_model`."""
+    """Write model, tokenizer and both parquet files into `folder`; `size` goes to `make_model`.
+
+    The files have `num_train` and `num_val` prompts, drawn with `seed`. The prompts ask for
+    a letter, or with `sums` for a sum. Return `folder`.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

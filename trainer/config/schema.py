@@ -62,8 +62,8 @@ def check_tracker_methods(tracker: Any, subject: str) -> None:
         check_method(tracker, "write_samples", subject, CallSignature("name", "rows", "step"))
 
 
-TRACKERS: Registry[Any] = Registry("tracker", check_tracker)
-"""Names for `trainer.logger`: functions (config, total_steps) -> tracker.
+TRACKERS: Registry[Any] = Registry("tracker", check_tracker, "(config, total_steps) -> Tracker")
+"""Names for `trainer.logger`.
 
     @TRACKERS.register("print")
     class PrintTracker:

@@ -55,7 +55,7 @@ class Filter:
     """True if it draws rows again, by comparing all rows of the batch."""
 
 
-FILTERS: Registry[Filter] = Registry("filter")
+FILTERS: Registry[Filter] = Registry("filter", entry="(batch, config, step) -> (batch, metrics)")
 """Filters by name, in the order in which they are applied."""
 
 

@@ -226,12 +226,13 @@ class EnvironmentAdapter(Environment):
         """
 
 
-ENVIRONMENT_ADAPTERS: Registry[str] = Registry("adapter of environments")
+ENVIRONMENT_ADAPTERS: Registry[str] = Registry(
+    "adapter of environments",
+    entry="path of an EnvironmentAdapter, or of (id, kwargs) -> agent",
+)
 """Prefixes for `environment`, such as `gymnasium` in `gymnasium:CartPole-v1`.
 
     ENVIRONMENT_ADAPTERS.register("mygym")("my_package.adapters:MyGym")     # environment=mygym:task
-
-An entry is the path of an `EnvironmentAdapter`, or of a function (id, kwargs) -> agent.
 """
 for _prefix, _class in {
     "gem": "Gem",

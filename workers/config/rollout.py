@@ -11,8 +11,8 @@ from verl_like.registry import Registry
 from workers.config.conditions import SPLIT_BY_SAMPLES, VALIDATES
 from workers.config.model import DTYPES, QUANTIZATIONS
 
-ROLLOUT_ENGINES: Registry[Any] = Registry("rollout engine")
-"""Names for `rollout.name`: the built-in engines, and yours, subclasses of `RolloutEngine`.
+ROLLOUT_ENGINES: Registry[Any] = Registry("rollout engine", entry="subclass of RolloutEngine")
+"""Names for `rollout.name`: the built-in engines, and yours.
 
     sorted(ROLLOUT_ENGINES)         # auto, hf, native, vllm
 

@@ -94,8 +94,10 @@ def rank_accuracy(scores: Tensor) -> Tensor:
 
 PreferenceLoss = Callable[..., Tensor]
 
-PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry("preference loss", check_by_name)
-"""Names for `loss` of preference training: functions from log-probs [pairs, 2] to losses [pairs].
+PREFERENCE_LOSSES: Registry[PreferenceLoss] = Registry(
+    "preference loss", check_by_name, "(<columns and settings by name>) -> losses [pairs]"
+)
+"""Names for `loss` of preference training.
 
     @PREFERENCE_LOSSES.register("logistic")
     def compute_logistic_loss(log_probs, ref_log_probs, beta):

@@ -165,8 +165,13 @@ def _check(policy_loss: Any, subject: str) -> None:
     check_call(policy_loss, subject, CallSignature(by_name=(*LOSS_INPUTS, *chosen)))
 
 
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss", _check)
-"""Names for `actor.policy_loss.loss_mode`: functions that return (loss, metrics).
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "policy loss",
+    _check,
+    "(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, "
+    "rollout_is_weights, **denominators) -> (loss, metrics)",
+)
+"""Names for `actor.policy_loss.loss_mode`.
 
 The loss is a scalar, and metrics are scalars by name; both add up over micro-batches and ranks.
 

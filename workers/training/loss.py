@@ -37,20 +37,26 @@ class Loss:
             return loss, {"loss": loss}
 
         loss = Loss("weighted", compute, columns=("weights",))
+
+    Args:
+        name: the loss in messages.
+        compute: `compute(outputs, columns, batch)` -> (loss, metrics) of a micro-batch.
+        columns: columns that it reads in addition to `responses` and `response_mask`.
+        token_outputs: outputs of the model that it reads in addition to log-probs.
+        extra_metrics: returns metrics measured during the passes, combined over the ranks of a
+            group.
+        stage_terms: returns the terms that layers before the last pipeline stage add to the loss
+            of a micro-batch.
+        is_balanced: whether the load-balancing loss of a mixture of experts is added.
     """
 
     name: str
     compute: LossFn
     columns: Sequence[str] = ()
-    """Columns that it reads in addition to `responses` and `response_mask`."""
     token_outputs: TokenOutputs = DEFAULT
-    """Outputs of the model that it reads in addition to log-probs."""
     extra_metrics: Callable[[dist.ProcessGroup | None], dict[str, float]] | None = None
-    """Returns the metrics measured during the passes, combined over the ranks of a group."""
     stage_terms: Callable[[RowColumns], list[Tensor]] | None = None
-    """Returns the terms that layers before the last stage add to the loss of a micro-batch."""
     is_balanced: bool = True
-    """True if the load-balancing loss of a mixture of experts is added."""
 
 
 def lm_loss(coef: float = 1.0, metric: str = "loss", **settings: Any) -> Loss:

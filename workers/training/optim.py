@@ -42,14 +42,18 @@ def _check_schedule(schedule: Any, subject: str) -> None:
     check_call(schedule, subject, CallSignature("progress", by_name=names[1:]))
 
 
-LR_SCHEDULES: Registry[LRSchedule] = Registry("learning-rate schedule", _check_schedule)
+LR_SCHEDULES: Registry[LRSchedule] = Registry(
+    "learning-rate schedule",
+    _check_schedule,
+    "(progress, …) -> factor of the peak rate",
+)
 """Names for `optim.lr_scheduler_type`.
 
     @LR_SCHEDULES.register("quadratic")
     def quadratic(progress, min_lr_ratio):              # progress after the warm-up: 0 to 1
         return max(1 - progress**2, min_lr_ratio)
 
-The result is a factor of the peak rate. A further parameter gets the key of its name in `optim`.
+A further parameter gets the key of its name in `optim`.
 """
 
 
@@ -149,13 +153,16 @@ def _settings_taken(cls: Any) -> list[str]:
     return [name for name in SETTINGS if signature and name in signature.parameters]
 
 
-OPTIMIZERS: Registry[Any] = Registry("optimizer", _check_optimizer)
-"""Names for `optim.optimizer`: constructors of optimizers.
+OPTIMIZERS: Registry[Any] = Registry(
+    "optimizer",
+    _check_optimizer,
+    "(weights, lr, eps, weight_decay, betas) -> Optimizer",
+)
+"""Names for `optim.optimizer`.
 
     OPTIMIZERS.register("RMSprop")(torch.optim.RMSprop)
 
-A constructor gets the weights and, as far as it has these parameters, `lr`, `eps`, `weight_decay`
-and `betas`.
+All parameters after the weights are optional.
 """
 OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
 

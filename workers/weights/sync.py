@@ -79,7 +79,8 @@ def sync_weights(
 
         sync_weights(actor, rollout, version=1)
 
-    An engine that decodes with the actor's module gets no copy. Other engines get the weights in
+    The weights travel in buckets of `bucket_mb`. An engine that decodes with the actor's module
+    gets no copy. Other engines get the weights in
     the rollout's dtype, or with `as_trained` in the dtype of training. If a rank rejects them, they
     are sent once more. Raises `WeightSyncError` if that fails, or if a rank is missing.
     """

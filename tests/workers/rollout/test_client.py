@@ -67,5 +67,5 @@ def test_the_other_ranks_of_an_engine_follow_each_call_of_its_first() -> None:
     client.submit(Submission(rows))
     client.collect(seconds=torch.inf)
     leading = [(name, rank) for name in ("submit", "collect") for rank in (0, 2)]
-    assert sorted(group.calls) == sorted(2 * followed) + leading
+    assert sorted(group.calls) == sorted(2 * followed + leading)
     assert client._following == []

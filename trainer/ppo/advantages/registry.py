@@ -19,8 +19,12 @@ from verl_like.registry import Registry, check_by_name
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 AnyEstimator = TypeVar("AnyEstimator", bound=Estimator)
 
-ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry("advantage estimator", check_by_name)
-"""Names for `algorithm.adv_estimator`: functions that return (advantages, returns), each [rows, R].
+ADVANTAGE_ESTIMATORS: Registry[Estimator] = Registry(
+    "advantage estimator",
+    check_by_name,
+    "(<columns and settings by name>) -> (advantages [rows, R], returns [rows, R])",
+)
+"""Names for `algorithm.adv_estimator`.
 
 A parameter's name says what it gets: a column, such as `token_level_rewards` or `values`; `index`,
 the uids of the rows; or a setting, such as `gamma` or `lam`.
