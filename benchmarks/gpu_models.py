@@ -23,7 +23,7 @@ VOCABULARY = 151936
 TINY_VOCABULARY = 512
 CACHE_GIB = 16
 """Room for 256 rows of 0.5B with 1,024 + 512 tokens, so that all of them decode at once."""
-MOST_WORDS = 8192
+MAX_WORDS = 8192
 """Entries of the tokenizer; it cannot decode most of the tokens that a random model samples."""
 NUM_PROMPTS = 256
 
@@ -108,7 +108,7 @@ def write_model(folder: Path, size: str, longest: int) -> None:
     from trainer.cli.make_tiny import CHARACTERS, SPECIAL, make_tokenizer
 
     config = config_of(size)
-    num_words = min(config.vocab_size, MOST_WORDS) - len(SPECIAL) - len(CHARACTERS)
+    num_words = min(config.vocab_size, MAX_WORDS) - len(SPECIAL) - len(CHARACTERS)
     tokenizer = make_tokenizer((*CHARACTERS, *(f" w{number}" for number in range(num_words))))
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(config, name, getattr(tokenizer, name))

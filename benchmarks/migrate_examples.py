@@ -72,7 +72,7 @@ PRELOADED = [
     *("trainer.cli.check", "trainer.tools.rehearsal"),
 ]
 """Modules that the processes of a rehearsal have from the start."""
-MOST_WORDS = 400
+MAX_WORDS = 400
 MAIN_PPO = "verl.trainer.main_ppo"
 ARGUMENTS = ("8", "saved")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -230,9 +230,9 @@ def outcome(system: str, source: str) -> tuple[str, str, list[Translation]]:
     except ConfigError as err:
         words = " ".join(str(err).split("\n\nverl-like")[0].split())
         if system == "verl" and loads(source, arguments):
-            return "loads", words[:MOST_WORDS], []
+            return "loads", words[:MAX_WORDS], []
         kind = "not recognized" if words.startswith("there is no command") else "rejected"
-        return kind, words[:MOST_WORDS], []
+        return kind, words[:MAX_WORDS], []
     for done in results:
         subprocess.run(["bash", "-n", "-c", done.report()], check=True)
 
@@ -270,8 +270,8 @@ def started(translations: Sequence[Translation], peer: Path, stand_ins: Path) ->
         shutil.rmtree(stand_ins / "run", ignore_errors=True)
         if result.returncode or "Rehearsal: passed" not in result.stdout:
             text = " ".join((result.stderr or result.stdout).split())
-            start = text.rfind("error: ") if "error: " in text else -MOST_WORDS
-            return "stops", text[start:][:MOST_WORDS]
+            start = text.rfind("error: ") if "error: " in text else -MAX_WORDS
+            return "stops", text[start:][:MAX_WORDS]
     return "starts", ", ".join(done.program for done in translations)
 
 

@@ -178,7 +178,7 @@ SMALL = Job("0.5b", rows=8, tokens=4096)
 STEP = Job("0.5b", rows=256, prompt=384, response=510)
 
 
-MOST_OFF = 0.2
+MAX_OFF = 0.2
 PREDICTED: dict[str, tuple[Callable[[], float], str]] = {
     "update of 1.5B, 32,768 tokens, eager": (lambda: seconds_of(Job("1.5b")), ""),
     "the same, compiled, with an eager head": (lambda: head_in_slices(Job("1.5b")), ""),
@@ -243,7 +243,7 @@ def check() -> None:
             predict, why_off = PREDICTED[row["name"]]
             predicted = predict()
             ratio = predicted / row["measured"]
-            is_off = abs(ratio - 1) > MOST_OFF
+            is_off = abs(ratio - 1) > MAX_OFF
             unexplained += is_off and not why_off
             numbers = f"{row['measured']:6.2f} {predicted:6.2f} {row['unit']:2s} {ratio:5.2f}"
             print(f"{row['name']:48s} {numbers} {why_off * is_off}", flush=True)

@@ -10,7 +10,7 @@ from tests.import_graph import PACKAGES
 PATH = re.compile(r"`((?:verl_like|workers|trainer|tests)/[\w/.]+)`")
 LAYOUT = ROOT / "CONTRIBUTING.md"
 PAGES = (LAYOUT, ROOT / "docs" / "dispatch.md", ROOT / "AGENTS.md")
-MOST_LINES = 110
+MAX_LINES = 110
 
 
 def test_every_path_on_these_pages_exists() -> None:
@@ -25,7 +25,7 @@ def test_every_path_on_these_pages_exists() -> None:
 
 def test_contributing_is_short_and_names_every_folder() -> None:
     page = LAYOUT.read_text(encoding="utf-8")
-    assert len(page.splitlines()) <= MOST_LINES
+    assert len(page.splitlines()) <= MAX_LINES
     folders = [path for package in PACKAGES for path in (ROOT / package).iterdir()]
     names = [str(path.relative_to(ROOT)) for path in folders if (path / "__init__.py").is_file()]
     assert [name for name in names if f"`{name}/`" not in page] == []

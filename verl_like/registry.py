@@ -51,13 +51,14 @@ def get_registry(kind: str) -> Registry[Any]:
 class Registry(Mapping[str, T]):
     """Objects by name, in the order in which they were registered."""
 
-    def __init__(self, kind: str, check: Check | None = None) -> None:
+    def __init__(self, kind: str, check: Check | None = None, entry: str = "") -> None:
         """`kind` names the entries in messages, such as "policy loss".
 
-        `check` rejects objects that do not fit.
+        `check` rejects objects that do not fit. `entry` shows what one registers, such as "(gap) ->
+        losses", in `help()` and on the pages of the Python API.
         """
-        self.kind = kind
-        self.__doc__ = f"Each {kind} by name. The decorator `register(name)` adds your own."
+        self.kind, self.entry = kind, entry
+        self.__doc__ = f"Each {kind} by name{entry and f': {entry}'}. `register(name)` adds yours."
         self._check = check
         self._entries: dict[str, T] = {}
         self.aliases: set[str] = set()

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from verl_like.errors import ConfigError
 from verl_like.files import cache_folder, write_whole
 
-MOST_PIXELS = 100_000_000
+MAX_PIXELS = 100_000_000
 """Larger images are rejected, since a small file can contain a huge image."""
 DAMAGED = (OSError, ValueError, SyntaxError, IndexError, MemoryError)
 """Errors of PIL for a file that it cannot decode."""
@@ -166,8 +166,8 @@ def _header(data: bytes) -> Any:
         except Image.DecompressionBombError as error:
             raise ValueError(str(error)) from error
         width, height = image.size
-        if width * height > MOST_PIXELS:
-            raise ValueError(f"it has {width} x {height} pixels, more than {MOST_PIXELS:,}")
+        if width * height > MAX_PIXELS:
+            raise ValueError(f"it has {width} x {height} pixels, more than {MAX_PIXELS:,}")
         return image
 
 

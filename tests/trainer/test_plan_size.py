@@ -15,7 +15,7 @@ from trainer.launch import describe_plan, nominal_placement, trainer_class
 from trainer.ppo.recipe import PPO
 from trainer.sft.recipe import SFT
 
-MOST_LINES = 12
+MAX_LINES = 12
 SFT_RUN = ("data.train_files=t.jsonl", "model.path={tiny}/model", "trainer.backend=local")
 TWO = ("trainer.n_gpus_per_node=2", "trainer.device=cpu")
 
@@ -47,7 +47,7 @@ def test_only_the_full_plan_is_long(
     else:
         settings = overrides(tiny_dir, Path("run"), *more)
     brief = plan(load_config(settings, recipe), full=False)
-    assert len(brief) <= MOST_LINES, "\n".join(brief)
+    assert len(brief) <= MAX_LINES, "\n".join(brief)
     assert brief[-1] == "With --full, `verl-like check` prints the whole plan."
     full = plan(load_config(settings, recipe), full=True)
     assert len(full) > len(brief)

@@ -29,7 +29,7 @@ from tests.forked import Descriptors
 from tests.workers.distributed import answer, become_rank, collect, leave_groups
 
 PACKAGES = ("verl_like", "workers")
-MOST_KEPT = 4
+MAX_KEPT = 4
 
 
 class Rank:
@@ -72,8 +72,8 @@ def run_kept(
         for rank in ranks:
             rank.end()
         raise
-    _kept.update(enumerate(ranks[:MOST_KEPT]))
-    for rank in ranks[MOST_KEPT:]:
+    _kept.update(enumerate(ranks[:MAX_KEPT]))
+    for rank in ranks[MAX_KEPT:]:
         rank.end()
     return results
 

@@ -158,7 +158,7 @@ class Generators:
         write_whole(self.run.folder / "async.json", json.dumps(content))
 
 
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 """Maximum restarts of one generator per version of the weights; more would not help."""
 JOIN_EVERY_S = 5.0
 """Seconds between two searches for a node with room for a generator."""
@@ -195,7 +195,7 @@ class Places:
         policy = self._config.async_training.on_generator_failure
         now = generator, self._buffer.version
         subject = f"generator {generator} died with {num_lost} unfinished samples"
-        if policy == "restart" and self._restarts[now] < MOST_RESTARTS:
+        if policy == "restart" and self._restarts[now] < MAX_RESTARTS:
             self._restarts[now] += 1
             logger.warning("%s; restarting it. %s", subject, error)
             try:

@@ -41,7 +41,7 @@ from verl_like.record import RecordError
 from verl_like.terminal import draw_table, usage_text
 
 CODES = {"equal": 0, "differs": 1, "cannot tell": 2}
-MOST_SETTINGS = 10
+MAX_SETTINGS = 10
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -120,10 +120,10 @@ def tokenizer_of(*sides: Side) -> Any:
 def text_of(finding: Finding, a: str, b: str) -> str:
     """Return the finding as text."""
     lines = [f"A: {a}", f"B: {b}"]
-    shown = list(finding.settings.items())[:MOST_SETTINGS]
+    shown = list(finding.settings.items())[:MAX_SETTINGS]
     lines += [f"setting {key}: A {x!r}, B {y!r}" for key, (x, y) in shown]
-    if len(finding.settings) > MOST_SETTINGS:
-        lines.append(f"... and {len(finding.settings) - MOST_SETTINGS} more settings differ")
+    if len(finding.settings) > MAX_SETTINGS:
+        lines.append(f"... and {len(finding.settings) - MAX_SETTINGS} more settings differ")
     if finding.verdict == "equal":
         lines.append(f"equal in {finding.steps} steps: {', '.join(finding.compared)}")
     elif finding.verdict == "cannot tell":

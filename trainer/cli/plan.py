@@ -51,7 +51,7 @@ from trainer.rows.trainer import longest_row
 from trainer.tools.planner.cost import NUMBERS, POINTS, device_of, spread
 from trainer.tools.planner.job import Job, cluster_keys
 from trainer.tools.planner.ppo import PPOJob
-from trainer.tools.planner.text import MOST_GPUS, NO_FILES, plan_text
+from trainer.tools.planner.text import MAX_GPUS, NO_FILES, plan_text
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import parse_json
 from verl_like.process.garbage import pause_collection
@@ -223,7 +223,7 @@ def _number(name: str, value: str) -> float:
         number = int(value) if is_count else float(value)
     except ValueError:
         number = 0
-    if number <= 0 or (is_count and number > MOST_GPUS):
-        limit = f"from 1 to {MOST_GPUS:,}" if is_count else "above 0"
+    if number <= 0 or (is_count and number > MAX_GPUS):
+        limit = f"from 1 to {MAX_GPUS:,}" if is_count else "above 0"
         raise ConfigError(f"{name}={value}: use a number {limit}.")
     return number

@@ -50,9 +50,9 @@ from trainer.tools.replay.what_if import Blame
 from verl_like.errors import ConfigError
 from verl_like.terminal import print_or_exit, usage_text
 
-MOST_LINES = 20
+MAX_LINES = 20
 """The most differences that are printed."""
-MOST_BLAMED, MOST_TEXT = 10, 60
+MAX_BLAMED, MAX_TEXT = 10, 60
 """The most samples that are printed, and characters of a response."""
 
 
@@ -112,11 +112,11 @@ def blame_lines(blame: Blame | None, step: int) -> list[str]:
     if not blame.effects:
         raise ConfigError(f"--blame {blame.name}: step {step} has no update of that model.")
     lines = [f"{blame.name} of step {step} is {blame.total:.6g}; without a sample it changes by"]
-    for effect in blame.effects[:MOST_BLAMED]:
+    for effect in blame.effects[:MAX_BLAMED]:
         most_of = f"most of {effect.most_of}, " if effect.most_of else ""
         lines.append(
             f"  {-effect.effect:+.4g}  {effect.name}: {most_of}score {effect.score:.4g}, "
-            f"{effect.num_tokens} tokens, {effect.text[:MOST_TEXT]!r}"
+            f"{effect.num_tokens} tokens, {effect.text[:MAX_TEXT]!r}"
         )
     return lines
 
@@ -131,8 +131,8 @@ def verdict(result: Replayed, step: int, stage: str) -> str:
         return f"{subject}: all {compared} are identical bit for bit"
 
     lines = [f"{subject}: of {compared}, {len(result.differences)} differ"]
-    lines += [f"  {line}" for line in result.differences[:MOST_LINES]]
-    num_hidden = len(result.differences) - MOST_LINES
+    lines += [f"  {line}" for line in result.differences[:MAX_LINES]]
+    num_hidden = len(result.differences) - MAX_LINES
     if num_hidden > 0:
         lines.append(f"  and {num_hidden} more")
     return "\n".join(lines)

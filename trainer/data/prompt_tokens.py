@@ -110,7 +110,7 @@ def readable(value: Any) -> Any:
 
 logger = logging.getLogger(__name__)
 TEXT_COLUMNS = ("prompt", "response", "completion", "messages", "text", "chosen", "rejected")
-MOST_NAMED = 10
+MAX_NAMED = 10
 """Number of characters that the warning names."""
 
 
@@ -159,8 +159,8 @@ class DroppedCharacters:
         """Log the dropped characters of the files that the configuration's `key` names."""
         if not self.counts:
             return
-        named = [f"{letter!r} ({count})" for letter, count in self.counts.most_common(MOST_NAMED)]
-        ellipsis = ", ..." if len(self.counts) > MOST_NAMED else ""
+        named = [f"{letter!r} ({count})" for letter, count in self.counts.most_common(MAX_NAMED)]
+        ellipsis = ", ..." if len(self.counts) > MAX_NAMED else ""
         logger.warning(
             "%s: the tokenizer of %s drops %d characters, because it has neither tokens for them "
             "nor an unknown token: %s%s. The model does not see them. Use a tokenizer that has "

@@ -21,7 +21,7 @@ DIGITS = 6
 """Decimal places of seconds."""
 ENVIRONMENTS = "environments"
 """The lane of environments in the report's timeline."""
-MOST_WAITS = 100
+MAX_WAITS = 100
 Turn = dict[str, Any]
 
 
@@ -141,7 +141,7 @@ def waits_for_environments(batch: DataProto) -> list[dict[str, Any]]:
 
     A call is an interval in which at least one trajectory waited; `busy_s` is the total working
     time of the environments' processes. Intervals are merged if the gap between them is a small
-    fraction (1 / `MOST_WAITS`) of the total time.
+    fraction (1 / `MAX_WAITS`) of the total time.
     """
     waits = sorted(
         (wait["asked"], wait["heard"], wait["environment"])
@@ -151,7 +151,7 @@ def waits_for_environments(batch: DataProto) -> list[dict[str, Any]]:
     )
     if not waits:
         return []
-    shortest = (max(end for _, end, _ in waits) - waits[0][0]) / MOST_WAITS
+    shortest = (max(end for _, end, _ in waits) - waits[0][0]) / MAX_WAITS
     calls: list[dict[str, Any]] = []
     for start, end, busy in waits:
         if not calls or start - calls[-1]["end"] > shortest:

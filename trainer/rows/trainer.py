@@ -155,7 +155,7 @@ def plan_text(config: RowConfig, brief: bool = False, heading: str = "Memory") -
 
 
 R = TypeVar("R")
-MOST_NUMBERS = 3
+MAX_NUMBERS = 3
 """Number of metrics that the console shows per step and per validation."""
 
 
@@ -292,8 +292,8 @@ def describe_inputs(config: Any, *inputs: Any) -> list[str]:
 
 def headline(metrics: Mapping[str, float]) -> Sequence[str]:
     """Return the first training metric, the validation metrics, and other training metrics."""
-    names = [name for name in metrics if name.startswith("train/")][:MOST_NUMBERS]
-    names[1:1] = [name for name in metrics if name.startswith("val/")][:MOST_NUMBERS]
+    names = [name for name in metrics if name.startswith("train/")][:MAX_NUMBERS]
+    names[1:1] = [name for name in metrics if name.startswith("val/")][:MAX_NUMBERS]
     return [f"{name} {metrics[name]:.4g}" for name in names]
 
 

@@ -49,7 +49,7 @@ ACCOUNT = {
     "in_flight": "in flight",
 }
 """Fields of a generator's sample counts -> their headings in the table."""
-MOST_GENERATORS = 16
+MAX_GENERATORS = 16
 """The most rows for generators."""
 PREFIX = "async/"
 
@@ -81,15 +81,15 @@ def seconds_by_role(metrics: MetricLines) -> dict[str, dict[str, float]]:
 def ledger_table(generators: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """Return a heading, a row for each generator, and a total row if there are several.
 
-    If there are more than `MOST_GENERATORS`, the last ones share a row.
+    If there are more than `MAX_GENERATORS`, the last ones share a row.
     """
     accounts = {
         f"generator {generator}": Counter({**account, "dropped": sum(account["dropped"].values())})
         for generator, account in generators.items()
     }
     rows, total = dict(accounts), sum(accounts.values(), Counter[str]())
-    if len(rows) > MOST_GENERATORS:
-        first = list(accounts)[: MOST_GENERATORS - 1]
+    if len(rows) > MAX_GENERATORS:
+        first = list(accounts)[: MAX_GENERATORS - 1]
         rows = {generator: accounts[generator] for generator in first}
         rows[f"{len(accounts) - len(first)} others"] = total - sum(rows.values(), Counter[str]())
     if len(rows) > 1:

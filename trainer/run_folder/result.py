@@ -19,7 +19,7 @@ from verl_like.files import json_objects
 logger = logging.getLogger(__name__)
 EXPORT = "huggingface"
 """Folder of a role's checkpoint that `from_pretrained` loads."""
-MOST_NUMBERS = 6
+MAX_NUMBERS = 6
 """The number of metrics that a result prints."""
 
 
@@ -63,7 +63,7 @@ class RunResult:
         """Return at most ten lines: the first and last values of a few metrics, and the files."""
         last = f"{self.metrics[-1]['step']:.0f} steps" if self.metrics else "0 steps"
         lines = [f"{last} in {self.folder}"]
-        for name, values in self._watched()[:MOST_NUMBERS]:
+        for name, values in self._watched()[:MAX_NUMBERS]:
             lines.append(f"  {name:<24} {values[0]:.4g} -> {values[-1]:.4g}")
         lines.append(f"  {'model':<24} {self.exported or 'not saved'}")
         return "\n".join([*lines, f"  {'report':<24} {self.report}"])

@@ -28,10 +28,10 @@ from verl_like.files import json_line, json_objects
 logger = logging.getLogger(__name__)
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
 """Prefixes of metrics that do not show whether the model learns."""
-MOST_NUMBERS = 3
+MAX_NUMBERS = 3
 EVERY_S = 1.0
 """Shortest time between two lines of the console, except for lines that are always printed."""
-MOST_SAMPLES = 16
+MAX_SAMPLES = 16
 """Maximum number of rows of a table of samples."""
 BAR_FORMAT = "{n_fmt}/{total_fmt} |{bar}| {remaining} left{postfix}"
 """Format of the bar, so short that the first number is visible on a terminal of 40 columns."""
@@ -156,7 +156,7 @@ def is_in_notebook() -> bool:
 
 def numbers_of(metrics: Mapping[str, float], headline: Headline) -> Sequence[str]:
     """Return a step's headline metrics as text, such as "reward 0.5"."""
-    names = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MOST_NUMBERS]
+    names = [name for name in metrics if not name.startswith(BOOKKEEPING)][:MAX_NUMBERS]
     return headline(metrics) or [f"{name} {metrics[name]:.4g}" for name in names]
 
 
@@ -192,7 +192,7 @@ class Tracking:
         for name in ("validation", "rollouts") if shows_rollouts else ("validation",):
             rows, _ = json_objects(self.folder / name / f"{step}.jsonl")
             # the best, the worst and some others
-            some = spread(sorted(rows, key=lambda row: -float(row["score"])), MOST_SAMPLES)
+            some = spread(sorted(rows, key=lambda row: -float(row["score"])), MAX_SAMPLES)
             if some:
                 for tracker in takers:
                     tracker.write_samples(name, some, step)
@@ -211,7 +211,7 @@ def make_tracking(
     of_own_roles = tuple(f"{r}/" for r in workers if not workers[r].startswith("workers."))
 
     def console_headline(metrics: Mapping[str, float]) -> Sequence[str]:
-        names = [name for name in metrics if name.startswith(of_own_roles)][:MOST_NUMBERS]
+        names = [name for name in metrics if name.startswith(of_own_roles)][:MAX_NUMBERS]
         words = headline(metrics)
         return [*words, *(f"{name} {metrics[name]:.4g}" for name in names)] if words else ()
 

@@ -50,7 +50,7 @@ CLEANUP_S = 5.0
 """Pause between two runs of the janitor."""
 LARGEST = 64 * 2**20
 """Maximum size of a request body in bytes."""
-MOST_DROPPED = 2**30
+MAX_DROPPED = 2**30
 """Maximum bytes of a rejected body that are read, so that the client gets the answer."""
 SWITCH_S = 0.001
 """Python's thread switch interval while the server runs; the default is 5 ms."""
@@ -153,7 +153,7 @@ class Api:
                 problem = RequestError(text, 413)
             if problem is None:
                 body += part
-            elif size > MOST_DROPPED:
+            elif size > MAX_DROPPED:
                 break
         if problem is not None:
             raise problem

@@ -12,7 +12,7 @@ from trainer.serve.pending import RequestError
 from trainer.serve.sampling import ServedSampler
 from trainer.serve.training_ops import ServedModel
 
-MOST_SEEN = 8192
+MAX_SEEN = 8192
 """Number of requests per session for which a repetition is recognized."""
 NUMBERED = (
     ("model_id", "seq_id"),
@@ -118,7 +118,7 @@ class Sessions:
         request, digest = numbered[0], hashlib.sha256(content).digest()
         if request not in session.answers:
             session.answers[request] = digest, answer()
-            while len(session.answers) > MOST_SEEN:
+            while len(session.answers) > MAX_SEEN:
                 del session.answers[next(iter(session.answers))]
         known, earlier = session.answers[request]
         if known != digest:

@@ -32,7 +32,7 @@ from verl_like.errors import (
 )
 
 REQUEST_ID = re.compile(r"[0-9a-f]{16}(:(train|sample):-?\d+)?:request:\d+")
-MOST_READ = 256
+MAX_READ = 256
 """Number of results to keep after a client has read them, in case the response was lost."""
 
 
@@ -105,7 +105,7 @@ class PendingResults:
         """Mark a result as read, so that it may be forgotten later."""
         if self._open.pop(pending.request_id, None) is not None:
             self._read[pending.request_id] = pending
-        while len(self._read) > MOST_READ:
+        while len(self._read) > MAX_READ:
             del self._read[next(iter(self._read))]
 
     def end_session(self, session: str) -> None:

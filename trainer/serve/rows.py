@@ -43,7 +43,7 @@ PRESETS = Path(ppo.__file__).with_name("algorithm")
 LOSS_KEYS = {"clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "loss_agg_mode"}
 FORMATS = ("png", "jpeg")
 """Formats of images in the protocol."""
-MOST_ENTRIES = 2**25
+MAX_ENTRIES = 2**25
 """Maximum entries of a request's loss inputs, which can exceed the bytes of sparse tensors."""
 
 
@@ -158,9 +158,9 @@ def read_datums(message: Any, loss: RequestLoss, limits: Limits) -> list[Datum]:
     datums: list[Datum] = []
     tensors = [entry.value for sent in message.data for entry in sent.loss_fn_inputs]
     entries = sum(abs(math.prod(tensor.shape)) for tensor in tensors)
-    if entries > MOST_ENTRIES:
+    if entries > MAX_ENTRIES:
         raise BatchError(
-            f"{entries} entries exceed the limit of {MOST_ENTRIES} per request; send fewer."
+            f"{entries} entries exceed the limit of {MAX_ENTRIES} per request; send fewer."
         )
     for number, sent in enumerate(message.data):
         subject = f"datum {number}"

@@ -243,7 +243,7 @@ def time_limit(seconds: float = LIMIT_S) -> Iterator[None]:
 
 C = TypeVar("C", bound=RunConfig)
 STEPS = 2
-SAMPLES, MOST_PER_PROMPT, ROWS = 32, 16, 4
+SAMPLES, MAX_PER_PROMPT, ROWS = 32, 16, 4
 """Samples per step (more if 4 prompts have more), samples per prompt, and rows per step."""
 RESPONSE, RESPONSE_OF_TURNS, TURN, TURNS = 16, 512, 8, 8
 """Longest response without and with an environment, and a turn's tokens, and turns."""
@@ -392,7 +392,7 @@ def _sizes(config: Any) -> dict[str, Any]:
     if not hasattr(config, "actor_rollout_ref"):
         return {"data.train_batch_size": min(batch, ROWS)}
     rollout: RolloutConfig = config.actor_rollout_ref.rollout
-    n = min(rollout.n, MOST_PER_PROMPT)
+    n = min(rollout.n, MAX_PER_PROMPT)
     prompts = min(batch, max(4, SAMPLES // n // 4 * 4))
     longest = RESPONSE_OF_TURNS if has_environment(config) else RESPONSE
     response, penalty = min(data.max_response_length, longest), config.reward.overlong_penalty

@@ -26,7 +26,7 @@ KEPT_BYTES = 1 << 28
 STEP_BYTES = 1 << 21
 """Block sizes are multiples of this, so that columns of nearly the same size fit the same
 blocks."""
-MOST_SLACK = 1.25
+MAX_SLACK = 1.25
 """A block is reused for a column of at least its size divided by this, or minus `STEP_BYTES`."""
 Block = NDArray[np.uint8]
 
@@ -64,7 +64,7 @@ class BlockCache:
         """Remove and return the smallest unused block that fits, or None."""
         fitting = []
         for key, block in list(self._unused.items()):
-            if num_bytes <= block.nbytes <= max(num_bytes * MOST_SLACK, num_bytes + STEP_BYTES):
+            if num_bytes <= block.nbytes <= max(num_bytes * MAX_SLACK, num_bytes + STEP_BYTES):
                 fitting.append((block.nbytes, key))
         for _, key in sorted(fitting):
             taken = self._unused.pop(key, None)

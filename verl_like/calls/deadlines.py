@@ -24,7 +24,7 @@ from verl_like.errors import ConfigError, nearest
 logger = logging.getLogger(__name__)
 LATE_AT = 10.0
 """A call is late if it takes this multiple of the median time of its method's calls."""
-MOST_TIMES = 25
+MAX_TIMES = 25
 """Number of a method's last calls that the median is computed from."""
 LOOK_FROM = 2.0
 """The watch looks at calls that take longer than this multiple of their method's median."""
@@ -116,7 +116,7 @@ class CallTimes:
 
     def __init__(self) -> None:
         self._calls: dict[str, deque[tuple[float, int]]] = defaultdict(
-            lambda: deque(maxlen=MOST_TIMES)
+            lambda: deque(maxlen=MAX_TIMES)
         )
 
     def add(self, name: str, seconds: float, rows: int) -> None:

@@ -40,7 +40,7 @@ AFTER_DEATH_S = 1.0
 
 The death explains their failures.
 """
-MOST_NOTES = 8
+MAX_NOTES = 8
 """Number of other failures that the notes of a raised failure name."""
 Outcome = tuple[Any, Exception | None]
 """The value of a future, or its error."""
@@ -415,9 +415,9 @@ def _with_others(failures: Sequence[BaseException]) -> BaseException:
 
 
 def _note_some(error: BaseException, notes: Sequence[str]) -> None:
-    for note in notes[:MOST_NOTES]:
+    for note in notes[:MAX_NOTES]:
         error.add_note(note)
-    rest = notes[MOST_NOTES:]
+    rest = notes[MAX_NOTES:]
     if rest:
         error.add_note(f"and {len(rest)} more failure{'s' * (len(rest) > 1)}")
 

@@ -27,7 +27,7 @@ from verl_like.process.info import ProcessInfo
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MOST_FINISHED = 100_000
+MAX_FINISHED = 100_000
 """Maximum number of finished calls whose headers wait to be taken."""
 
 
@@ -71,7 +71,7 @@ class Transport(ABC):
         self.process_key = id(self)
         """Equal for groups whose workers share processes."""
         self.started = []
-        self.finished: deque[Header] = deque(maxlen=MOST_FINISHED)
+        self.finished: deque[Header] = deque(maxlen=MAX_FINISHED)
         """Headers of the last finished calls, oldest first, for `take_finished`."""
         self.abandoned: deque[tuple[str, list[Any]]] = deque()
         """Name and header references of each call whose future was dropped before it was read."""

@@ -120,7 +120,7 @@ class RoleTurns:
         self._current: RoleState | None = None
         self._variables = torchrun_environment(process_info, ("127.0.0.1", 0))
 
-    def take(self, state: RoleState) -> AbstractContextManager[Any]:
+    def role_context(self, state: RoleState) -> AbstractContextManager[Any]:
         """Return the context of a call of this role."""
         if self._in_callers_thread:
             return self._borrow_process(state)
@@ -211,27 +211,27 @@ class _Tee(io.TextIOBase):
             stream.flush()
 
 
-Recipes = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+RoleConstructors = dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
 """Role -> its class and constructor arguments."""
-Outcome = tuple[Any, dict[str, Any]]
+MethodResult = tuple[Any, dict[str, Any]]
 """The payload of a result, and the fields of its header that describe it."""
-NOTHING: Outcome = None, {}
+NOTHING: MethodResult = None, {}
 START = "__init__"
 """The method name in the header of the roles' construction."""
 
 
-def pack_recipes(recipes: Recipes) -> bytes:
+def pack_constructors(constructors: RoleConstructors) -> bytes:
     """Pickle roles' classes and arguments for another process.
 
     A class that was loaded from a file's path is sent by value, because the other process has no
     module of that name.
     """
-    modules = {module_of_file(cls) for cls, _, _ in recipes.values()}
+    modules = {module_of_file(cls) for cls, _, _ in constructors.values()}
     files = [module for module in modules if module is not None]
     for module in files:
         cloudpickle.register_pickle_by_value(module)
     try:
-        packed: bytes = cloudpickle.dumps(recipes)
+        packed: bytes = cloudpickle.dumps(constructors)
         return packed
     finally:
         for module in files:
@@ -247,7 +247,7 @@ class WorkerHost:
 
     def __init__(
         self,
-        roles: Recipes | bytes,
+        roles: RoleConstructors | bytes,
         process_info: ProcessInfo,
         workers: dict[str, Worker] | None = None,
     ):
@@ -261,7 +261,7 @@ class WorkerHost:
         self._in_callers_thread = workers is not None
         self._turns = RoleTurns(self.process_info, self._in_callers_thread)
         self._coroutines = Coroutines()
-        self._recipes = roles
+        self._constructors = roles
         self._states: dict[str, RoleState] = {}
         self._workers: dict[str, Worker] = {} if workers is None else workers
         self._store: TCPStore | None = None
@@ -322,7 +322,7 @@ class WorkerHost:
             state.close()
         self._coroutines.close()
 
-    def _begin(self, master: tuple[str, int] | WorkerError | None) -> Outcome:
+    def _begin(self, master: tuple[str, int] | WorkerError | None) -> MethodResult:
         if isinstance(master, WorkerError):
             raise master
         self._master = master
@@ -330,7 +330,7 @@ class WorkerHost:
             self._set_up_process(master)
         return self._construct()
 
-    def _construct_again(self) -> Outcome:
+    def _construct_again(self) -> MethodResult:
         self._turns.end()
         for role, state in self._states.items():
             state.close()
@@ -345,15 +345,17 @@ class WorkerHost:
             torch.cuda.empty_cache()
         return self._construct()
 
-    def _construct(self) -> Outcome:
+    def _construct(self) -> MethodResult:
         # copies: a worker may write into its arguments, and they may be needed again
-        roles = self._recipes
-        recipes: Recipes = pickle.loads(roles) if isinstance(roles, bytes) else copy.deepcopy(roles)
-        for role, (cls, args, kwargs) in recipes.items():
+        roles = self._constructors
+        constructors: RoleConstructors = (
+            pickle.loads(roles) if isinstance(roles, bytes) else copy.deepcopy(roles)
+        )
+        for role, (cls, args, kwargs) in constructors.items():
             add_secrets([args, kwargs])
             self._states[role] = state = RoleState(role, self.process_info)
             process_info = replace(self.process_info, role=role, master=self._master)
-            with construction(process_info, self._workers), self._turns.take(state):
+            with construction(process_info, self._workers), self._turns.role_context(state):
                 self._workers[role] = state.worker = cls(*args, **kwargs)
         for state in self._states.values():
             state.first_meshes = state.meshes
@@ -371,7 +373,7 @@ class WorkerHost:
             faulthandler.enable(self._crash_log)
             faulthandler.register(SIGNAL, self._crash_log)
 
-    def _run(self, call: Call, parts: Sequence[Any]) -> Outcome:
+    def _run(self, call: Call, parts: Sequence[Any]) -> MethodResult:
         """Fill in the arguments, run the method in its role's turn, and take the result apart."""
         state = self._states[call.role]
         method = getattr(state.worker, call.method)
@@ -388,7 +390,7 @@ class WorkerHost:
             for value in (*args, *kwargs.values()):
                 if shard is None and isinstance(value, DataProto) and value.shard is not None:
                     shard, num_rows = value.shard, len(value)
-        with self._turns.take(state):
+        with self._turns.role_context(state):
             result = self._coroutines.finish(method(*args, **kwargs))
 
         where = f"{call.role}.{call.method} on rank {self.process_info.rank}"
@@ -410,7 +412,7 @@ class WorkerHost:
         return result if call.sends_result else None, fields
 
     def _answer(
-        self, method: str, work: Callable[..., Outcome], *args: Any, role: str = ""
+        self, method: str, work: Callable[..., MethodResult], *args: Any, role: str = ""
     ) -> tuple[Any, Header]:
         """Do the work and return its payload with a header, which carries its time or its error."""
         start, cpu = time.time(), time.process_time()

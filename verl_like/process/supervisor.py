@@ -34,7 +34,7 @@ from verl_like.process.sandbox import KILL_S, Sandbox, remove_folder
 
 WATCH_S = 0.2
 """Seconds between two checks of the number of processes, their memory and their files."""
-MOST_OUTPUT = 2**20
+MAX_OUTPUT = 2**20
 """Bytes that a supervised process may print; later output is dropped."""
 OUT_OF_TIME = "used up its processor time (cpu_s={0:g})"
 PASSED_DEADLINE = "passed its deadline"
@@ -55,7 +55,7 @@ def supervise(
     sandbox: Sandbox,
     program: Callable[[int], None],
     prefix: bytes = b"",
-    most_output: int = MOST_OUTPUT,
+    most_output: int = MAX_OUTPUT,
 ) -> NoReturn:
     """Run `program(DATA)` in a child of this process, which must have one thread.
 
@@ -89,7 +89,7 @@ def supervise(
 class _OutputForwarder:
     """Forwards the output of a child, up to a limit."""
 
-    def __init__(self, prefix: bytes = b"", most: int = MOST_OUTPUT) -> None:
+    def __init__(self, prefix: bytes = b"", most: int = MAX_OUTPUT) -> None:
         self._prefix, self._room = prefix, most
         self._is_in_line = False
 

@@ -98,7 +98,7 @@ TAG = re.compile(
 
 A closing tag has a group `is_last` if the text after it continues the call.
 """
-MOST_ENDS = 1000
+MAX_ENDS = 1000
 """Maximum number of closing tags of a text that are tried as the end of a call."""
 GEMMA = re.compile(rf'<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|([{{,]\s*)({NAME})\s*:', re.DOTALL)
 """Matches strings in Gemma's quotes, and keys without quotes."""
@@ -169,7 +169,7 @@ def _blocks(text: str, name: str) -> list[tuple[int, int, list[ToolCall]]]:
         for end in ends.finditer(text, at):
             tried.append((end, _read(text[at : end.start()].strip(), name)))
             num_tried += 1
-            if num_tried > MOST_ENDS or not any(call.problem for call in tried[-1][1]):
+            if num_tried > MAX_ENDS or not any(call.problem for call in tried[-1][1]):
                 break
         end, calls = tried[0] if any(call.problem for call in tried[-1][1]) else tried[-1]
         at = end.end()

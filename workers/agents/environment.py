@@ -233,6 +233,8 @@ ENVIRONMENT_ADAPTERS: Registry[str] = Registry(
 """Prefixes for `environment`, such as `gymnasium` in `gymnasium:CartPole-v1`.
 
     ENVIRONMENT_ADAPTERS.register("mygym")("my_package.adapters:MyGym")     # environment=mygym:task
+
+Entries are strings, so that a registration imports nothing.
 """
 for _prefix, _class in {
     "gem": "Gem",

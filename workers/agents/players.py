@@ -4,7 +4,7 @@
 
     environments --observation--> samples to continue --submit--> engine
          ^                                                          |
-         +---------------------- sampled text <---------take--------+
+         +---------------------- sampled text <--------collect------+
 
 For each turn, the sample is submitted again with a longer response: the sampled tokens, and the
 tokens observed since then (with version -1, without log-probs). An engine may reuse the keys and
@@ -38,7 +38,7 @@ from workers.agents.host import LATE, EnvironmentHost, Kind, name_of
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.trajectory import Setting, Times, Trajectory, TrajectoryStart, TrajectoryState
 from workers.columns import ENVIRONMENT, IMAGES, PLAYERS, require, split_player_uid
-from workers.rollout.base import RolloutEngine, SamplingParams, TakeBudget
+from workers.rollout.base import CollectBudget, RolloutEngine, SamplingParams
 from workers.rollout.sample import SeedOf
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ ROW_COLUMNS = (
 """Columns that a trajectory may read, in addition to those that every sample needs."""
 OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
 """Columns that every row has for `reset`, in addition to your own columns."""
-MOST_OPEN = 1024
+MAX_OPEN = 1024
 """Maximum number of concurrent environments per rollout process."""
 OF_ALL = -1
 """The index of the noise that all samples of a prompt share."""
@@ -60,7 +60,7 @@ PROCESSES = 4
 
 
 def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec:
-    """Return the spec of the configured environments; its sandbox allows `MOST_OPEN` at a time.
+    """Return the spec of the configured environments; its sandbox allows `MAX_OPEN` at a time.
 
     Unless `environment.tool_call_parser` is set, the tokenizer's chat template determines the
     format of tool calls.
@@ -68,7 +68,7 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
     template = str(getattr(tokenizer, "chat_template", ""))
     tool_call_parser = [config.tool_call_parser] if config.tool_call_parser else forms_of(template)
     sandbox = Sandbox.of(config.sandbox)
-    sandbox = replace(sandbox, max_processes=max(sandbox.max_processes, PROCESSES * MOST_OPEN))
+    sandbox = replace(sandbox, max_processes=max(sandbox.max_processes, PROCESSES * MAX_OPEN))
     path = config.paths or config.path
     return EnvironmentSpec(
         path,
@@ -116,7 +116,7 @@ class Players:
             self._loop = TurnLoop(engine, self._host, chat, self._config)
         starts = _starts(data, seed_of, self._kinds)
         image_tokens = engine.image_reader.stop_ids if IMAGES in data.non_tensor_batch else ()
-        return self._loop.submit(starts, sampling, MOST_OPEN, image_tokens)
+        return self._loop.submit(starts, sampling, MAX_OPEN, image_tokens)
 
     def collect(
         self, max_tokens: int | None = None, seconds: float | None = None
@@ -211,11 +211,11 @@ TAKE_S = 0.05
 BATCH_S = 0.005
 """While the engine is idle, answers that arrive within these seconds are handled together."""
 GATHER = 8
-"""New trajectories wait until there is one per `GATHER` running ones, or for `MOST_WAITS` polls.
+"""New trajectories wait until there is one per `GATHER` running ones, or for `MAX_WAITS` polls.
 
 A pass that reads few prompts costs almost as much as a pass that reads many.
 """
-MOST_WAITS = 16
+MAX_WAITS = 16
 OPEN = (
     TrajectoryState.ENVIRONMENT,
     TrajectoryState.OBSERVED,
@@ -238,7 +238,7 @@ class TurnLoop:
         self._engine, self._host, self._chat, self._config = engine, host, chat, config
         self._numbers = itertools.count()
         self._trajectories: dict[int, Trajectory] = {}
-        """The trajectories that `take` has not returned yet, by number."""
+        """The trajectories that `collect` has not returned yet, by number."""
         self._environments: dict[int, range] = {}
         """By id of an environment that has not ended: its trajectories' numbers, one per player."""
         self._num_waits = 0
@@ -254,7 +254,7 @@ class TurnLoop:
     ) -> list[Trajectory]:
         """Play all trajectories to the end, at most `num_open` at a time; return them in order."""
         numbers = self.submit(starts, sampling, num_open)
-        ended = self.take()
+        ended = self.collect()
         return [ended[number] for number in numbers]
 
     def submit(
@@ -294,7 +294,7 @@ class TurnLoop:
             numbers.append(number)
         return numbers
 
-    def take(
+    def collect(
         self, max_tokens: int | None = None, seconds: float | None = None
     ) -> dict[int, Trajectory]:
         """Play until all trajectories have ended; return those that ended, by number.
@@ -302,7 +302,7 @@ class TurnLoop:
         Return earlier once one trajectory has about `max_tokens` more tokens, or after `seconds`.
         Unfinished trajectories keep their environments and continue in the next call.
         """
-        budget = TakeBudget(max_tokens, seconds)
+        budget = CollectBudget(max_tokens, seconds)
         for trajectory in self._trajectories.values():
             trajectory.num_sampled_in_take = 0
         try:
@@ -358,7 +358,7 @@ class TurnLoop:
     def _in(self, *states: TrajectoryState) -> list[Trajectory]:
         return [t for t in self._trajectories.values() if t.state in states]
 
-    def _play_on(self, budget: TakeBudget) -> bool:
+    def _play_on(self, budget: CollectBudget) -> bool:
         """Handle the answers of environments, then let the engine generate for a while.
 
         Return True if a trajectory has as many new tokens as `budget` allows.
@@ -366,7 +366,7 @@ class TurnLoop:
         seconds = min(TAKE_S, budget.seconds_left)
         is_idle = not self._in(TrajectoryState.ENGINE)
         self._receive(seconds if is_idle and not self._in(TrajectoryState.READY) else 0.0)
-        for _ in range(MOST_WAITS if is_idle else 0):
+        for _ in range(MAX_WAITS if is_idle else 0):
             # wait for answers that arrive soon: reading them separately would cost two passes
             if not self._receive(min(BATCH_S, budget.seconds_left)):
                 break
@@ -381,7 +381,7 @@ class TurnLoop:
         if not running:
             return False
         until = time.monotonic() + seconds
-        samples = self._engine.take(budget.max_tokens, seconds=seconds, until_one=True)
+        samples = self._engine.collect(budget.max_tokens, seconds=seconds, until_one=True)
         is_early = time.monotonic() < until
         for request_id, sample in samples.items():
             running[request_id].on_sample(sample)
@@ -412,7 +412,7 @@ class TurnLoop:
             return
         self._num_waits += 1
         num_running = len(self._in(TrajectoryState.ENGINE))
-        are_few = len(ready) * GATHER < num_running and self._num_waits < MOST_WAITS
+        are_few = len(ready) * GATHER < num_running and self._num_waits < MAX_WAITS
         if are_few and not any(trajectory.num_turns for trajectory in ready):
             return
         for trajectory in ready:

@@ -57,13 +57,13 @@ DESCRIBE = partial(describe_error, sandbox="environment.sandbox")
 ORDER = struct.Struct("!cQ")
 """Format of an order: open or kill, and the number of the process."""
 OPEN, KILL = b"o", b"k"
-MOST_PASSED = 2
+MAX_PASSED = 2
 """Maximum number of descriptors that come with an order."""
 WARM_UPS = 16
 """Number of calls that warm a function up; Python specializes it after a few calls."""
 PREFIX = b"(environment) "
 """Prefix of each line that environments print."""
-MOST_OUTPUT = 2**16
+MAX_OUTPUT = 2**16
 """Bytes that all environments of this program together may print; later output is dropped."""
 REAP_S = 0.2
 """Interval for reaping ended processes."""
@@ -72,9 +72,7 @@ REAP_S = 0.2
 def main(control: Connection) -> None:
     """Serve the process that started this one, until it closes the socket."""
     spec, folder, _ = control.recv()
-    supervise(
-        control.fileno(), folder, spec.sandbox, partial(serve, spec=spec), PREFIX, MOST_OUTPUT
-    )
+    supervise(control.fileno(), folder, spec.sandbox, partial(serve, spec=spec), PREFIX, MAX_OUTPUT)
 
 
 def serve(descriptor: int, spec: EnvironmentSpec) -> None:
@@ -113,7 +111,7 @@ def _fork_on_orders(
                 running = {number: other for number, other in running.items() if other != pid}
         if not ready:
             continue
-        order, passed, _, _ = socket.recv_fds(orders, ORDER.size, MOST_PASSED)
+        order, passed, _, _ = socket.recv_fds(orders, ORDER.size, MAX_PASSED)
         if len(order) < ORDER.size:
             return
         order_kind, number = ORDER.unpack(order)

@@ -25,14 +25,14 @@ from verl_like.process.machine import address_toward, http_url
 KEY = re.compile(
     rb"^(?:authorization:[ \t]*bearer|x-api-key:)[ \t]*([0-9a-f]+)[ \t]*\r$", re.I | re.M
 )
-MOST_PORTS = 64
+MAX_PORTS = 64
 """Number of consecutive ports to try, because each rollout process of a machine needs one."""
 LONGEST_HEAD = 2**16
 ELSEWHERE = "192.0.2.1"
 """An address reserved for documentation; the route to it shows this machine's own address."""
 HEAD_S = 30.0
 """Time limit for a connection to send the headers of its first request."""
-MOST_WAITING, GRACE_S, PAUSE_S = 128, 1.0, 0.01
+MAX_WAITING, GRACE_S, PAUSE_S = 128, 1.0, 0.01
 """Most connections without a key. For another one, the oldest ends, once it is this many seconds
 old; pause between attempts to make room."""
 NO_KEY = b'{"type": "error", "error": {"type": "authentication_error", "message": "no such key"}}'
@@ -73,7 +73,7 @@ class Router:
                 client, _ = self._server.accept()
                 self._waiting[client] = time.monotonic()
                 threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-                has_room = len(self._waiting) < MOST_WAITING
+                has_room = len(self._waiting) < MAX_WAITING
             except (OSError, RuntimeError):  # closed, or no more files or threads
                 has_room = False
             while not has_room and not self._is_closed:
@@ -89,7 +89,7 @@ class Router:
             self._waiting.pop(oldest, None)
             with suppress(OSError):
                 oldest.shutdown(socket.SHUT_RDWR)
-        return len(self._waiting) < MOST_WAITING
+        return len(self._waiting) < MAX_WAITING
 
     def _serve(self, client: socket.socket) -> None:
         """Connect a client to the socket of the session whose key its request has."""
@@ -146,12 +146,12 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    for number in range(port, port + MOST_PORTS):
+    for number in range(port, port + MAX_PORTS):
         try:
             return socket.create_server((host, number))
         except OSError as error:
             problem = error
     raise ConfigError(
         f"environment.endpoint={host}:{port}: cannot listen on any port from {port} to "
-        f"{port + MOST_PORTS - 1}: {problem}"
+        f"{port + MAX_PORTS - 1}: {problem}"
     )

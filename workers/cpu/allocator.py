@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 LARGEST_KEPT = 2**30
 """Largest tensor, in bytes, whose memory is reused; larger tensors get fresh memory."""
-MOST_KEPT = 2**31 - 1
+MAX_KEPT = 2**31 - 1
 """Maximum number of free bytes at the end of the heap that the process keeps."""
 LARGEST_OF_HEAP = 2**20
 """Largest allocation from the heap, in bytes, inside `free_immediately`."""
@@ -47,7 +47,7 @@ def keep_freed_memory() -> bool:
 
     keeps = bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT))
     _reused["largest"] = LARGEST_KEPT * keeps
-    return keeps and bool(mallopt(_TRIM_THRESHOLD, MOST_KEPT))
+    return keeps and bool(mallopt(_TRIM_THRESHOLD, MAX_KEPT))
 
 
 @contextmanager

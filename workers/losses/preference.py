@@ -35,15 +35,17 @@ from verl_like.registry import CallSignature, Registry, check_by_name, check_cal
 PairwiseLoss = Callable[[Tensor], Tensor]
 
 REWARD_MODEL_LOSSES: Registry[PairwiseLoss] = Registry(
-    "reward-model loss", partial(check_call, call=CallSignature("gap"))
+    "reward-model loss",
+    partial(check_call, call=CallSignature("gap")),
+    "gap [pairs] -> losses [pairs]",
 )
-"""Names for `loss` of a reward model's training: functions from score gaps [pairs] to losses.
+"""Names for `loss` of a reward model's training.
 
     @REWARD_MODEL_LOSSES.register("squared")
     def compute_squared_loss(gap):
         return (1 - gap).square()
 
-The gap is chosen score - rejected score - margin, [pairs]. A loss is [pairs], too.
+The gap is chosen score - rejected score - margin.
 """
 
 

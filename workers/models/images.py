@@ -38,7 +38,7 @@ from workers.config.model import IMAGE_BACKEND
 from workers.images import ImageRef, opened
 from workers.models.causal_lm import body_of
 
-MOST_THREADS = 16
+MAX_THREADS = 16
 """Threads of a process that process images; a group of them may exceed the cache for a moment."""
 CACHE_BYTES = 2 * 2**30
 """Processed images that a process keeps."""
@@ -198,7 +198,7 @@ class ImageReader:
         missing = [image for sha, image in distinct.items() if sha not in self._inputs]
         if not missing:
             return
-        added, num_threads = 0, min(usable_cores(), MOST_THREADS)
+        added, num_threads = 0, min(usable_cores(), MAX_THREADS)
         with ThreadPoolExecutor(num_threads) as threads:
             for start in range(0, len(missing), 2 * num_threads):
                 group = missing[start : start + 2 * num_threads]

@@ -188,7 +188,7 @@ def deal(costs: Sequence[float], first: float, last: float, num_stages: int) -> 
     return [range(*both) for both in itertools.pairwise([*begins, count])]
 
 
-class Pass(nn.Module):
+class PassThrough(nn.Module):
     """Replaces a module of another stage: returns the states unchanged."""
 
     def __init__(self, part: nn.Module) -> None:
@@ -202,7 +202,7 @@ class Pass(nn.Module):
         return hidden_states
 
 
-class Received(nn.Module):
+class ReceivedStates(nn.Module):
     """Replaces the embeddings: each forward pass returns the next states of the previous stage."""
 
     def __init__(self, embeddings: Any) -> None:
@@ -216,7 +216,7 @@ class Received(nn.Module):
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePart:
     """The position of a part, and its replacement in stages that do not compute it."""
 
     owner: nn.Module
@@ -239,18 +239,18 @@ class Stages:
         self.body = getattr(module, module.base_model_prefix, module)
         parts = StageParts.of(module)
         owner, name = parts.embeddings
-        self.received = Received(owner._modules[name])
+        self.received = ReceivedStates(owner._modules[name])
         first, last = frozenset((0,)), frozenset((self.last,))
         # a head that is tied to the embeddings stores their weights under the embeddings' name
         with_table = first | last if parts.is_tied else first
-        self.places = [Place(owner, name, self.received, first, with_table)]
+        self.places = [StagePart(owner, name, self.received, first, with_table)]
         for stage, numbers in enumerate(ranges):
             for number in numbers:
-                other, only = Pass(parts.layers[number]), frozenset((stage,))
-                self.places.append(Place(parts.layers, str(number), other, only, only))
+                other, only = PassThrough(parts.layers[number]), frozenset((stage,))
+                self.places.append(StagePart(parts.layers, str(number), other, only, only))
         for owner, name in parts.ends:
-            other = Pass(owner._modules[name])  # type: ignore[arg-type]
-            self.places.append(Place(owner, name, other, last, last))
+            other = PassThrough(owner._modules[name])  # type: ignore[arg-type]
+            self.places.append(StagePart(owner, name, other, last, last))
         self.is_tied = parts.is_tied
         self.tied_to: str | None = None
         """Name of the embeddings' weight if the head on this rank has a copy of it."""

@@ -135,7 +135,7 @@ def read_answer(answer: Any) -> ScoreOutcome:
 
 
 logger = logging.getLogger(__name__)
-MOST_KINDS = 10
+MAX_KINDS = 10
 """Maximum number of separate kinds; later ones are combined as `OTHERS`."""
 OTHERS = "other failures"
 PLACE = "\n    at {}, line {}"
@@ -171,7 +171,7 @@ def group_by_kind(failed: Iterable[tuple[str, str]]) -> Failures:
     kinds: Failures = {}
     for uid, error in failed:
         kind = error.rpartition("\n")[2]
-        if kind not in kinds and len(kinds) >= MOST_KINDS:
+        if kind not in kinds and len(kinds) >= MAX_KINDS:
             kind = OTHERS
         kinds.setdefault(kind, ScoringFailure(uid, error)).count += 1
     return kinds
@@ -207,7 +207,7 @@ class FailureLog:
         sums = self._sums.setdefault(name, {})
         new = []
         for kind, failure in failures.items():
-            if kind not in sums and len(sums) >= MOST_KINDS:
+            if kind not in sums and len(sums) >= MAX_KINDS:
                 kind = OTHERS
             if kind in sums:
                 self._has_more = True

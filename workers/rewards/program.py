@@ -43,7 +43,7 @@ from verl_like.process.supervisor import (
     watch,
 )
 
-MOST_OUTPUT = 2**19
+MAX_OUTPUT = 2**19
 """Maximum bytes that a program may print in one test."""
 FILE_GIB = 2**-6
 """Maximum size of a file that a program may write, in GiB: 16 MiB."""
@@ -103,7 +103,7 @@ def run_test(program: Program, number: int, end: float) -> tuple[str, str | None
 
     def collect(chunk: bytes) -> str | None:
         output.extend(chunk)
-        return f"printed more than {MOST_OUTPUT} bytes" if len(output) > MOST_OUTPUT else None
+        return f"printed more than {MAX_OUTPUT} bytes" if len(output) > MAX_OUTPUT else None
 
     def act() -> None:
         os.environ.clear()

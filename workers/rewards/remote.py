@@ -39,7 +39,7 @@ from verl_like.errors import ConfigError
 from verl_like.process.machine import http_url
 from workers.config import RewardConfig
 from workers.rewards.call import prompt_text
-from workers.rewards.outcome import LATE, Outcome, Sample, read_outcome
+from workers.rewards.outcome import LATE, Sample, ScoreOutcome, read_outcome
 from workers.rewards.scorer import FunctionSpec, Scorer
 
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -56,7 +56,7 @@ class RemoteProtocol:
 
     request: Callable[[Sequence[Sample], RewardConfig], Any]
     """Returns the request, as a JSON-compatible object."""
-    outcomes: Callable[[Any, int], list[Outcome]]
+    outcomes: Callable[[Any, int], list[ScoreOutcome]]
     """Reads a reply for so many samples; raises KeyError, TypeError or ValueError if it is invalid.
     """
     largest_batch: int | None = None
@@ -68,7 +68,7 @@ def _samples_request(samples: Sequence[Sample], config: RewardConfig) -> Any:
     return {"samples": list(samples)}
 
 
-def _samples_outcomes(answer: Any, count: int) -> list[Outcome]:
+def _samples_outcomes(answer: Any, count: int) -> list[ScoreOutcome]:
     """Read each sample's score and other numbers, or its error."""
     rows = _check_count(answer["outcomes"], count)
     return [(None, {}, str(row["error"])) if "error" in row else read_outcome(row) for row in rows]
@@ -87,7 +87,7 @@ def _openrlhf_request(samples: Sequence[Sample], config: RewardConfig) -> Any:
     }
 
 
-def _openrlhf_outcomes(answer: Any, count: int) -> list[Outcome]:
+def _openrlhf_outcomes(answer: Any, count: int) -> list[ScoreOutcome]:
     """Read one number per sample, and lists of the same length in `extra_logs`."""
     scores = _check_count(answer["rewards"], count)
     extras = {
@@ -109,7 +109,7 @@ def _judge_request(samples: Sequence[Sample], config: RewardConfig) -> Any:
     return {"model": config.model, "messages": [message], "temperature": 0}
 
 
-def _judge_outcomes(answer: Any, count: int) -> list[Outcome]:
+def _judge_outcomes(answer: Any, count: int) -> list[ScoreOutcome]:
     """Read the first number in the completion as the score."""
     reply = str(answer["choices"][0]["message"]["content"])
     if not count:
@@ -188,7 +188,7 @@ class RemoteScorer:
                 "`url`, `protocol` and `token_env` match it."
             ) from err
 
-    def score(self, samples: Sequence[Sample]) -> list[Outcome]:
+    def score(self, samples: Sequence[Sample]) -> list[ScoreOutcome]:
         """Return one outcome per sample; all samples of a failed request have its error."""
         end = time.monotonic() + self._batch_deadline
         size = self._protocol.largest_batch or self._config.batch_size
@@ -205,7 +205,7 @@ class RemoteScorer:
         """Stop making requests."""
         self.give_up()
 
-    def _outcomes(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
+    def _outcomes(self, samples: Sequence[Sample], end: float) -> list[ScoreOutcome]:
         try:
             return self._ask(samples, end)
         except TimeoutError:
@@ -213,7 +213,7 @@ class RemoteScorer:
         except RewardServerError as err:
             return [(None, {}, str(err))] * len(samples)
 
-    def _ask(self, samples: Sequence[Sample], end: float) -> list[Outcome]:
+    def _ask(self, samples: Sequence[Sample], end: float) -> list[ScoreOutcome]:
         """Request the scores of one batch; retry after temporary errors, with growing waits."""
         body = as_json(self._protocol.request(samples, self._config))
         wait = FIRST_WAIT_S
@@ -307,7 +307,7 @@ def _token(variable: str) -> str:
 
 LONGEST_REQUEST = 256 * 2**20
 """Requests with more bytes are rejected."""
-MOST_DROPPED = 65536
+MAX_DROPPED = 65536
 """Maximum bytes of an unauthorized request that are read and dropped."""
 PATIENCE_S = 60.0
 """Seconds without data from a client after which its connection is closed."""
@@ -343,7 +343,7 @@ class RewardServer(ThreadingHTTPServer):
         host, port = self.server_address[:2]
         return f"{http_url(str(host), port)}/score"
 
-    def score(self, samples: list[Sample]) -> list[Outcome]:
+    def score(self, samples: list[Sample]) -> list[ScoreOutcome]:
         """Return one outcome per sample."""
         with self._turn:
             return self._scorer.score(samples)
@@ -371,7 +371,7 @@ class _RewardHandler(BaseHTTPRequestHandler):
             self._answer(401, {"error": "the bearer token is missing or wrong"})
             if length.isdecimal():  # closing a socket with unread bytes could drop the reply
                 with suppress(OSError):  # the client is gone
-                    self.rfile.read(min(int(length), MOST_DROPPED))
+                    self.rfile.read(min(int(length), MAX_DROPPED))
             return
         if not length.isdecimal() or int(length) > LONGEST_REQUEST:
             self.close_connection = True  # unread bytes would be taken for the next request
@@ -424,7 +424,7 @@ def read_samples(content: dict[str, Any]) -> list[Sample]:
     ]
 
 
-def as_answer(content: dict[str, Any], outcomes: list[Outcome]) -> dict[str, Any]:
+def as_answer(content: dict[str, Any], outcomes: list[ScoreOutcome]) -> dict[str, Any]:
     """Return the reply with these outcomes, in the format of the request."""
     if "samples" in content:
         rows: list[dict[str, Any]] = []

@@ -43,13 +43,13 @@ PROGRAM_RULES = {
     ("workers.rewards.functions", "default_compute_score"),
 }
 """Module and name of the built-in functions that run a model's programs."""
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 """Maximum number of processes for a batch, at most one per core."""
 SLOW_S = 1.0
 """An unfinished batch gets one more process each time that so many seconds have passed."""
 LOOK_S = 0.2
 """Maximum seconds until the end of `give_up` is noticed."""
-MOST_AT_A_TIME = 64
+MAX_AT_A_TIME = 64
 """Maximum samples per request, unless the function takes all samples at once."""
 QUICK_S = 0.05
 """A process that replies in less time gets twice as many samples next time, otherwise one."""
@@ -109,7 +109,7 @@ class Scorer:
             "raise reward.timeout_s (`timeout_s` in reward.list, --batch-timeout-s of `verl-like "
             "serve-reward`).",
         )
-        self._most = min(MOST_PROCESSES, usable_cores())
+        self._most = min(MAX_PROCESSES, usable_cores())
         self._is_given_up = False
         self._pool = ProcessPool()
         self._sizes: dict[Process, int] = {}
@@ -219,7 +219,7 @@ class Scorer:
             self._outcomes[number] = (None, {}, f"the reward process {err}")
         if not process.waiting and process in self._begun:
             is_quick = time.monotonic() - self._begun.pop(process) < QUICK_S
-            doubled = min(2 * self._sizes[process], MOST_AT_A_TIME)
+            doubled = min(2 * self._sizes[process], MAX_AT_A_TIME)
             self._sizes[process] = doubled if is_quick else 1
 
     def _put_back(self, process: Process, failure: ProcessFailure) -> None:

@@ -361,7 +361,7 @@ def num_shards(tensor: Tensor) -> int:
     return count
 
 
-MOST_IN_A_ROW = 5
+MAX_IN_A_ROW = 5
 """Maximum number of consecutive skipped steps; one more ends the run."""
 
 
@@ -398,7 +398,7 @@ class NonfiniteGuard:
             f"the gradient's norm is {grad_norm}: step skipped. Samples of the mini-batch: "
             f"{samples}."
         )
-        if self.in_a_row > MOST_IN_A_ROW:
+        if self.in_a_row > MAX_IN_A_ROW:
             raise WorkerError(
                 f"{self.in_a_row} steps in a row had a non-finite gradient; the last: {fact} Look "
                 "at those samples, lower the learning rate, or continue from an earlier checkpoint."

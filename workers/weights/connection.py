@@ -34,7 +34,7 @@ from workers.weights.channel import TRANSFER_TIMEOUT, Channel, Connection, name_
 LOOPBACK = "127.0.0.1"
 JOIN_TIMEOUT = timedelta(seconds=20)
 """Time that a rank waits for the other ranks to register."""
-MOST_CTAS = 4
+MAX_CTAS = 4
 """Multiprocessors that NCCL may use for weights."""
 LOOK_S = 0.5
 """Seconds between a joining rank's checks that the sync has not been given up."""
@@ -296,7 +296,7 @@ def group_of_gpus(store: Store, rank: int, size: int) -> Any:
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = 2 * TRANSFER_TIMEOUT
-    options.config.max_ctas = MOST_CTAS
+    options.config.max_ctas = MAX_CTAS
     with environment({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}):
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

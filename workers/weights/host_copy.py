@@ -295,9 +295,9 @@ class Snapshots:
                 available = "no version is published"
                 if newest is not None:
                     available = f"the published version is {newest}"
-                wanted = "the newest version" if version is None else f"version {version}"
+                version_name = "the newest version" if version is None else f"version {version}"
                 raise WeightSyncError(
-                    f"{wanted} cannot be delivered: {available}. Only the newest "
+                    f"{version_name} cannot be delivered: {available}. Only the newest "
                     "version can be delivered; publish_weights(actor_group, version) publishes it."
                 )
             sends_changes = self.newest.merging is not None

@@ -179,7 +179,7 @@ def test_a_plan_that_does_not_fit_has_alternatives(
     settings: list[str], keys: list[str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "trainer.tools.planner.text.MOST_GPUS", 1
+        "trainer.tools.planner.text.MAX_GPUS", 1
     )  # skips the search for enough GPUs
     with pytest.raises(ConfigError, match=words):
         plan.plan(["--gpus=1", "--device=H100", "--memory-gib=6", *settings, *TWO_ROLES, *keys])

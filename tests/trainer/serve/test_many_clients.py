@@ -72,8 +72,8 @@ def test_idle_clients_cost_only_their_adapters(tiny_dir: Path, tmp_path: Path) -
 def test_memory_does_not_grow_with_the_number_of_requests(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pending, "MOST_READ", 4)
-    monkeypatch.setattr(clients, "MOST_SEEN", 4)
+    monkeypatch.setattr(pending, "MAX_READ", 4)
+    monkeypatch.setattr(clients, "MAX_SEEN", 4)
 
     def forward(count: int) -> tuple[int, int]:
         for _ in range(count):

@@ -20,7 +20,7 @@ from verl_like import masking
 from verl_like.calls.dispatch import Dispatch, register
 from verl_like.calls.messages import Call, Header, RemoteError
 from verl_like.errors import WorkerError
-from verl_like.process.host import RotatingLog, WorkerHost, pack_recipes
+from verl_like.process.host import RotatingLog, WorkerHost, pack_constructors
 from verl_like.process.info import ProcessInfo
 from verl_like.process.worker import Worker
 from verl_like.registry import load_object
@@ -255,9 +255,9 @@ def test_a_class_from_a_file_is_pickled_without_its_module(tmp_path, monkeypatch
         "class Own:\n    def __init__(self, n):\n        self.n = n"
     )
     own = load_object(f"{tmp_path}/of_file.py:Own", "role_workers.own")
-    packed = pack_recipes({"own": (own, (3,), {}), "late": (Late, (), {})})
+    packed = pack_constructors({"own": (own, (3,), {}), "late": (Late, (), {})})
     monkeypatch.delitem(sys.modules, own.__module__)
-    recipes = pickle.loads(packed)
-    cls, arguments, _ = recipes["own"]
+    constructors = pickle.loads(packed)
+    cls, arguments, _ = constructors["own"]
     assert cls(*arguments).n == 3
-    assert recipes["late"][0] is Late, "a class that can be imported is pickled by name"
+    assert constructors["late"][0] is Late, "a class that can be imported is pickled by name"

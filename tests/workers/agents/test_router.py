@@ -122,7 +122,7 @@ def test_a_client_with_a_key_waits_for_a_file_that_the_process_may_open(
 def test_connections_without_a_key_take_few_threads(
     opened: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(router, "MOST_WAITING", 8)
+    monkeypatch.setattr(router, "MAX_WAITING", 8)
     monkeypatch.setattr(router, "GRACE_S", 0.5)
     before = threading.active_count()
     with connect_strangers(opened, 60) as strangers:

@@ -16,7 +16,7 @@ from workers.training.passes.attention import LocalMask, RowLayout, packed_atten
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 30, 3, 1, 24)
-MOST_TOKENS = 72
+MAX_TOKENS = 72
 HEADS = {
     "divide": (4, 4, 4),
     "grouped": (4, 2, 2),
@@ -49,7 +49,7 @@ def attended(
 
     sizes = (8, 8, 6)  # values need not be as large as keys
     draws = [
-        torch.randn(MOST_TOKENS, *shape, generator=generator)
+        torch.randn(MAX_TOKENS, *shape, generator=generator)
         for shape in zip((heads[0], *heads), (6, *sizes), strict=True)
     ]
     weights, *states = (draw[places] for draw in draws)

@@ -20,7 +20,7 @@ from verl_like.errors import ConfigError
 from verl_like.process import child
 from verl_like.process.machine import descendants
 from verl_like.process.sandbox import Sandbox
-from verl_like.process.supervisor import MOST_OUTPUT
+from verl_like.process.supervisor import MAX_OUTPUT
 from workers.rewards.outcome import LATE
 from workers.rewards.scorer import FunctionSpec, Scorer
 
@@ -334,7 +334,7 @@ def test_output_is_bounded(untrusted: UntrustedScorers, capfd: pytest.CaptureFix
     assert untrusted("print", deadline=6.0) == [(1.0, {}, None)]
     untrusted.stop(deadline=6.0)
     output = capfd.readouterr().out
-    assert output.count("x") == MOST_OUTPUT
+    assert output.count("x") == MAX_OUTPUT
     assert output.endswith("[further output of this process is dropped]\n")
 
 

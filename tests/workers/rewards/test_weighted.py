@@ -16,7 +16,7 @@ from verl_like.errors import RewardError, WorkerDiedError
 from workers.config import OverlongPenaltyConfig, RewardConfig
 from workers.rewards import weighted
 from workers.rewards.manager import TermScores
-from workers.rewards.outcome import MOST_KINDS, FailureLog, group_by_kind
+from workers.rewards.outcome import MAX_KINDS, FailureLog, group_by_kind
 from workers.rewards.weighted import (
     SKIPPED,
     Rewards,
@@ -193,7 +193,7 @@ def test_only_some_kinds_of_failures_are_logged(caplog: pytest.LogCaptureFixture
     for number in range(100):
         log.note("judge", 1, "get 0", group_by_kind([("0", f"words {number}")]))
     log.close()
-    assert len(caplog.records) == MOST_KINDS + 2  # the others have one, and so have the totals
+    assert len(caplog.records) == MAX_KINDS + 2  # the others have one, and so have the totals
     assert "0 and 89 more: words 10" in caplog.text
 
 

@@ -21,7 +21,7 @@ Cause = dict[str, str]
 Array = np.ndarray
 UNKNOWN = "something else"
 OTHERWISE = {"log-probs": " (a pass of its own, with dropout or other weights or precision)"}
-MOST_UNKNOWN = 5
+MAX_UNKNOWN = 5
 """Differing settings that are named although none is known to act in the stage."""
 LOG_PROBS = ("rollout_log_probs", "old_log_probs", "log_probs")
 NEAR = ("prompts", "order", "samples", "learning rate")
@@ -77,7 +77,7 @@ def of_settings(finding: Finding) -> Iterator[Cause]:
     stage = "prompts" if finding.stage == "order" else finding.stage
     names = [x for s in STAGES if s["stage"] == stage for row in s["settings"] for x in row.split()]
     keys = [key for name in names for key in finding.settings if key.startswith(name)]
-    if not keys and len(finding.settings) <= MOST_UNKNOWN:
+    if not keys and len(finding.settings) <= MAX_UNKNOWN:
         keys = [*finding.settings]
     keys += [key for key in finding.settings if key.startswith(("version of ", "model's "))]
     for key in dict.fromkeys(keys):

@@ -34,7 +34,7 @@ from workers.losses.registry import get_policy_loss, log_ratio
 
 ROLLOUT, STD = "actor_rollout_ref.rollout", "norm_adv_by_std_in_grpo"
 CLIP_RATIO, NONE = f"{ACTOR}.clip_ratio", "none"
-MOST_CHANGES, MOST_TRIES, MOST_ROWS = 3, 20_000, 64
+MAX_CHANGES, MAX_TRIES, MAX_ROWS = 3, 20_000, 64
 Settings = dict[str, Any]
 Numbers = Sequence[Any] | None
 """Numbers, and perhaps what is added to them, times a coefficient; None if not computable."""
@@ -254,7 +254,7 @@ def log_probs_of_model(
         return None
     results: list[list[np.ndarray]] = [[] for _ in temperatures]
     pairs = zip(step.ids("prompts"), step.ids("responses"), strict=True)
-    for prompt, response in [*pairs][:MOST_ROWS]:
+    for prompt, response in [*pairs][:MAX_ROWS]:
         ids = torch.from_numpy(np.concatenate([prompt, response]).astype(np.int64))
         if not int(ids.max()) < model.config.vocab_size:
             return None
@@ -386,7 +386,7 @@ def fitting(name: str, step: Step) -> list[Settings]:
     probes = {probe.argument: probe for probe in PROBES[FORMULAS[name][1]]}
     tried = {argument: probe.tried(step) for argument, probe in probes.items()}
     start, num_tries = {argument: values[0] for argument, values in tried.items()}, 0
-    for count in range(MOST_CHANGES + 1):
+    for count in range(MAX_CHANGES + 1):
         fits: list[Settings] = []
         for chosen in combinations(tried, count):
             values = [[*tried[x][1:], *(probes[x].alone if count == 1 else ())] for x in chosen]
@@ -396,7 +396,7 @@ def fitting(name: str, step: Step) -> list[Settings]:
                 if fit is not None:
                     fits.append(fit)
                 num_tries += 1
-                if num_tries > MOST_TRIES:
+                if num_tries > MAX_TRIES:
                     return []
         if fits:
             return fits

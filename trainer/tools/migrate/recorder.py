@@ -166,11 +166,11 @@ LIMITS = Sandbox(memory_gib=1.0, cpu_s=20.0, file_gib=1.0, max_processes=64, net
 FEW = 200
 """Folders with at most this many entries become folders of links."""
 LOGS = (".log", ".out", ".err")
-MOST_OUTPUT = 2**16
+MAX_OUTPUT = 2**16
 """Bytes of the script's output that are stored."""
-MOST_RECORD = 2**20
+MAX_RECORD = 2**20
 """Bytes of a command's record that are read."""
-MOST_COMMANDS = 1000
+MAX_COMMANDS = 1000
 """Commands of a script that are read."""
 TOOLS = """
 awk basename bash bc cat comm cut date dirname egrep env expand expr false find fold getopt grep
@@ -253,7 +253,7 @@ def run(script: Script) -> Recording:
     commands = -1
 
     def keep(chunk: bytes) -> None:
-        printed.extend(chunk[: MOST_OUTPUT - len(printed)])
+        printed.extend(chunk[: MAX_OUTPUT - len(printed)])
 
     def act() -> None:
         try:
@@ -277,7 +277,7 @@ def run(script: Script) -> Recording:
         output = _with_places(printed.decode("utf-8", "replace"), places)
         if no_sandbox in output:
             raise ConfigError(output.partition(no_sandbox)[2])
-        names = sorted(os.listdir(commands))[:MOST_COMMANDS]
+        names = sorted(os.listdir(commands))[:MAX_COMMANDS]
         read = [_read(_text_of(name, commands), places, environment) for name in names]
         return Recording([command for command in read if command], str(ending), output)
     finally:
@@ -356,7 +356,7 @@ def _text_of(name: str, folder: int) -> str:
         return ""
     with open(descriptor, "rb") as opened:
         is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-        return opened.read(MOST_RECORD).decode("utf-8", "replace") if is_regular else ""
+        return opened.read(MAX_RECORD).decode("utf-8", "replace") if is_regular else ""
 
 
 def _with_places(text: str, places: Mapping[str, str]) -> str:

@@ -18,7 +18,7 @@ from verl_like.terminal import draw_table
 from workers.memory import usable_bytes
 
 SHOWN = 5
-MOST_GPUS = 4096
+MAX_GPUS = 4096
 NO_FILES = "data.train_files=rows.parquet"
 """The setting if the user sets no files; the plan does not open this file."""
 PREDICTED = (
@@ -139,10 +139,10 @@ def fits_nowhere(job: Job) -> ConfigError:
             need = f"no layout is possible ({samples:,} rows, {job.per_node} GPUs per node)"
         needs.append(f"{role}: {need}")
     number = 2 * job.num_gpus
-    while number <= MOST_GPUS and not job.best(number):
+    while number <= MAX_GPUS and not job.best(number):
         number *= 2
     way_out = f"{number:,} of these GPUs are enough"
-    if number > MOST_GPUS:
+    if number > MAX_GPUS:
         way_out = f"{number // 2:,} of these GPUs are not enough either"
     trained = next(role_model for role_model in job.models.values() if role_model.trains)
     section, smaller = trained.key.removesuffix(".path"), ["larger GPUs", "shorter rows"]

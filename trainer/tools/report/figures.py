@@ -34,7 +34,7 @@ OUTCOME_COLORS = {
     SUCCESS: "#009e73", PARTIAL: "#9fd8c6", NO_SUCCESS: "#d9d9d9", FAILED: "#d55e00",
 }  # fmt: skip
 OTHER_COLOR, OVERLAP_COLOR = "#9a9a9a", "#222222"
-MOST_POINTS, MOST_LANES = 1000, 16
+MAX_POINTS, MAX_LANES = 1000, 16
 ABOVE: Mapping[str, Any] = {
     "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3, "handlelength": 1.4,
     "columnspacing": 1.2,
@@ -66,7 +66,7 @@ class Panel(NamedTuple):
 
 BOOKKEEPING = ("step", "timing", "perf/", "val-", "training/")
 """Prefixes of metrics that do not show what a run learned."""
-MOST_OWN_PANELS = 12
+MAX_OWN_PANELS = 12
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def panels_of(metrics: MetricLines) -> list[Panel]:
         return [panel for panel in known_panels() if panel in always or panel.names_among(known)]
 
     validated = [name for name in known if name.startswith("val-core/")]
-    panels = [Panel(name, "", (name,)) for name in [*learned[:MOST_OWN_PANELS], *validated]]
+    panels = [Panel(name, "", (name,)) for name in [*learned[:MAX_OWN_PANELS], *validated]]
     overlap = next(panel for panel in known_panels() if panel.title == "Overlap")
     return [*panels, overlap] if overlap.names_among(known) else panels
 
@@ -248,10 +248,10 @@ def bars(
 def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
     """Return the calls as a Gantt chart; dotted lines mark `cuts`.
 
-    A lane is for one pool, role and rank; there are at most `MOST_LANES`. With several pools, a row
+    A lane is for one pool, role and rank; there are at most `MAX_LANES`. With several pools, a row
     at the bottom shows when they were busy at the same time.
     """
-    shown = spread(sorted({(call.pool, call.lane) for call in calls}), MOST_LANES)
+    shown = spread(sorted({(call.pool, call.lane) for call in calls}), MAX_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
     origin, under = calls[0].start, len(shown) + 0.2
     drawn = []
@@ -296,7 +296,7 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
 
 def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
     """Return an SVG chart of roles: percentages of time busy, waiting and syncing."""
-    roles = [role for role in spread(list(seconds), MOST_LANES) if sum(seconds[role].values()) > 0]
+    roles = [role for role in spread(list(seconds), MAX_LANES) if sum(seconds[role].values()) > 0]
     if not roles:
         return ""
     drawn = []
@@ -369,8 +369,8 @@ def running_mean(
 
 
 def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return at most `MOST_POINTS` points, because a screen cannot show more."""
-    points = spread(list(zip(steps, values, strict=True)), MOST_POINTS)
+    """Return at most `MAX_POINTS` points, because a screen cannot show more."""
+    points = spread(list(zip(steps, values, strict=True)), MAX_POINTS)
     return [step for step, _ in points], [value for _, value in points]
 
 

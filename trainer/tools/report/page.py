@@ -37,7 +37,7 @@ from trainer.tools.report.read import (
 )
 from trainer.tools.report.trajectories import (
     LONGEST_TURN,
-    MOST_TURNS,
+    MAX_TURNS,
     SECONDS,
     TRAJECTORIES_PER_STEP,
 )
@@ -157,7 +157,7 @@ def _content(data: RunData, refresh_s: float | None = None) -> dict[str, Any]:
         "config": data.config,
         "outcomes": Markup(report_figures.outcomes(data.by_turns)) if data.by_turns else "",
         "seconds": SECONDS,
-        "most": (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN),
+        "most": (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MAX_TURNS, LONGEST_TURN),
         "tables": [
             ("Samples", "samples", data.samples),
             ("Validation samples", "validated", data.validated),

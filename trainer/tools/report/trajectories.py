@@ -9,11 +9,11 @@ from typing import Any
 
 from workers.rewards.outcome import is_success
 
-TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN = 6, 24, 600
+TRAJECTORIES_PER_STEP, MAX_TURNS, LONGEST_TURN = 6, 24, 600
 """The most trajectories per step, turns per trajectory, and characters per turn."""
 SUCCESS, PARTIAL, NO_SUCCESS = "success", "partial reward", "no success"
 FAILED = "environment failed"
-MOST_ROWS = 12
+MAX_ROWS = 12
 SECONDS = ("engine", "environment", "waiting")
 
 
@@ -48,9 +48,9 @@ def trajectory_of(row: Mapping[str, Any]) -> ShownTrajectory:
     """Return the turns in a sample's line; a sample may have none."""
     rows = _turns(row)
     sampled = [turn for turn in rows if _is_sampled(turn)]
-    turns = [_shown(turn) for turn in rows[:MOST_TURNS]]
-    if len(rows) > MOST_TURNS:
-        turns.append(ShownTurn("", f"… {len(rows) - MOST_TURNS} more", is_sampled=False))
+    turns = [_shown(turn) for turn in rows[:MAX_TURNS]]
+    if len(rows) > MAX_TURNS:
+        turns.append(ShownTurn("", f"… {len(rows) - MAX_TURNS} more", is_sampled=False))
     seconds = [sum(_seconds(turn)) for turn in sampled]
     drawn, observed = (sum(_number(t, n) for t in sampled) for n in ("tokens", "observed_tokens"))
     counts = f"{_counted(len(sampled), 'turn')}, {_counted(drawn, 'token')} sampled"
@@ -111,8 +111,8 @@ def outcomes_by_turns(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, 
             outcome = FAILED if row.get("problem") else _outcome(_number(row, "score"))
             counts.setdefault(num_sampled, Counter())[outcome] += 1
     numbers = sorted(counts)
-    result = {str(number): dict(counts[number]) for number in numbers[:MOST_ROWS]}
-    rest = numbers[MOST_ROWS:]
+    result = {str(number): dict(counts[number]) for number in numbers[:MAX_ROWS]}
+    rest = numbers[MAX_ROWS:]
     if rest:
         result[f"{rest[0]} or more"] = dict(sum((counts[number] for number in rest), Counter()))
     return result

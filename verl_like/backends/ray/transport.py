@@ -70,7 +70,7 @@ class RayHost:
     """
 
     def __init__(
-        self, recipes: bytes, process_info: ProcessInfo, local_packages: list[str]
+        self, constructors: bytes, process_info: ProcessInfo, local_packages: list[str]
     ) -> None:
         """Set the import path before roles are unpickled, because that imports their modules."""
         prefer_local_packages(local_packages)
@@ -78,7 +78,7 @@ class RayHost:
 
         torch.set_num_threads(1)
         self._host = WorkerHost(
-            recipes, replace(process_info, device_index=_device_index(process_info))
+            constructors, replace(process_info, device_index=_device_index(process_info))
         )
 
     def process_info(self) -> ProcessInfo:
@@ -169,7 +169,7 @@ def prefer_local_packages(names: Iterable[str]) -> None:
         sys.path[:] = [*rest, ROOT, *namesakes]
 
 
-MOST_APART = 64
+MAX_APART = 64
 """Maximum number of header references that a task gets as separate arguments."""
 SUDDEN_END = (
     "it ended without an error message: it was killed by SIGKILL (by a user, by Ray's memory "
@@ -339,7 +339,7 @@ class RayTransport(ProcessTransport):
 
     def join(self, references: Sequence[Any]) -> Any | None:
         """Join many references in a task, because each argument of a call takes time."""
-        return _joined.remote(*references) if len(references) > MOST_APART else None
+        return _joined.remote(*references) if len(references) > MAX_APART else None
 
     @staticmethod
     def share(value: Any) -> tuple[Any, Any]:

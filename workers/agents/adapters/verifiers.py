@@ -15,7 +15,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 from workers.agents.adapters import imported
 
-MOST_TASKS = 10_000
+MAX_TASKS = 10_000
 """Maximum number of tasks loaded from a package."""
 
 
@@ -35,7 +35,7 @@ def agent(name: str, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
             if len(players) > 1 and role in players:
                 settings.model = role
         environment = vf.load_environment(config)
-        tasks = list(itertools.islice(environment.taskset, MOST_TASKS))
+        tasks = list(itertools.islice(environment.taskset, MAX_TASKS))
         if not players or not tasks:
             raise ValueError("it has no task, or no agent that calls the policy")
     except (ModuleNotFoundError, TypeError, ValueError, AttributeError) as error:

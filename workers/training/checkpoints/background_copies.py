@@ -37,7 +37,7 @@ from workers.models.tensor_files import LEAST_BYTES, FileWriter, byte_view
 from workers.parallel.offload import lock_pages
 from workers.training.checkpoints import copy_process
 
-MOST_OF_FREE = 0.5
+MAX_FREE_FRACTION = 0.5
 """Largest fraction of the free host memory that new copies, one per rank of the host, may take."""
 LOWEST_PRIORITY = 19
 """Niceness of the writer, which gets 1.5 % of a busy core; with SCHED_IDLE it could starve."""
@@ -90,9 +90,9 @@ class FileCopies(FileWriter):
     def _has_room(self, num_bytes: int) -> bool:
         """True if the host has memory for a copy of this size on each of its ranks."""
         spare = len(self._spare[0].bytes) if self._spare else 0
-        wanted = (num_bytes - spare) / 2**30
+        needed_gib = (num_bytes - spare) / 2**30
         free, num_here = free_memory_gib(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if wanted <= 0 or free is None or wanted * num_here <= MOST_OF_FREE * free:
+        if needed_gib <= 0 or free is None or needed_gib * num_here <= MAX_FREE_FRACTION * free:
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -100,7 +100,7 @@ class FileCopies(FileWriter):
                 "trainer.async_save: host memory has no room for a copy of a checkpoint file (%.2f "
                 "GiB on each of %d ranks; half of the %.2f free GiB may be used), so training "
                 "waits while the file is written.",
-                *(wanted, num_here, free),
+                *(needed_gib, num_here, free),
             )
         return False
 

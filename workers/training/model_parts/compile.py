@@ -32,7 +32,7 @@ from workers.training.passes.lm_head import (
 from workers.training.passes.packing import read
 from workers.training.sharded_model import Model, ModelPart
 
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 """Maximum number of graphs per layer class, for all roles of a process together."""
 
 
@@ -73,7 +73,7 @@ class Compile(ModelPart):
         try:
             import torch._dynamo.config
 
-            torch._dynamo.config.recompile_limit = MOST_GRAPHS
+            torch._dynamo.config.recompile_limit = MAX_GRAPHS
             torch.compile(_doubled)(torch.ones(8, device=model.device))  # first, as a test
             self.compiled = [torch.compile(layer.forward) for layer in self.layers]
             self.is_on = model.is_compiled = True

@@ -14,8 +14,8 @@ from trainer.tools.report.page import summary, write_report
 from trainer.tools.report.read import SAMPLED_STEPS, read_run
 from trainer.tools.report.trajectories import (
     LONGEST_TURN,
-    MOST_ROWS,
-    MOST_TURNS,
+    MAX_ROWS,
+    MAX_TURNS,
     TRAJECTORIES_PER_STEP,
     outcomes_by_turns,
     trajectory_of,
@@ -61,9 +61,9 @@ def test_many_long_trajectories_give_a_small_page(tmp_path: Path) -> None:
     (folder / "rollouts" / "1.jsonl").write_text("\n".join(lines))
     path = write_report(folder)
     text = path.read_text()
-    assert text.count('<div class="turn drawn">') == TRAJECTORIES_PER_STEP * MOST_TURNS / 2
-    assert f"… {200 - MOST_TURNS} more" in text
-    caps = (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MOST_TURNS, LONGEST_TURN)
+    assert text.count('<div class="turn drawn">') == TRAJECTORIES_PER_STEP * MAX_TURNS / 2
+    assert f"… {200 - MAX_TURNS} more" in text
+    caps = (SAMPLED_STEPS, TRAJECTORIES_PER_STEP, MAX_TURNS, LONGEST_TURN)
     assert re.findall(r"\d+", text[text.index("This page shows at most") :])[:4] == [
         *map(str, caps)
     ]
@@ -77,9 +77,9 @@ def test_outcomes_are_counted_by_number_of_turns() -> None:
         "1": {"success": 3, "partial reward": 1, "no success": 1},
         "2": {"environment failed": 1},
     }
-    many = outcomes_by_turns([played(n, 1.0) for n in range(1, MOST_ROWS + 4)])
-    assert list(many)[-1] == f"{MOST_ROWS + 1} or more"
-    assert many[f"{MOST_ROWS + 1} or more"] == {"success": 3}
+    many = outcomes_by_turns([played(n, 1.0) for n in range(1, MAX_ROWS + 4)])
+    assert list(many)[-1] == f"{MAX_ROWS + 1} or more"
+    assert many[f"{MAX_ROWS + 1} or more"] == {"success": 3}
 
 
 @pytest.mark.parametrize("turns", [None, 7, [], [7, {}], [{"role": "assistant", "reward": "x"}]])

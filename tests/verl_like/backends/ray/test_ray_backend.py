@@ -135,7 +135,7 @@ def test_two_pools_run_in_parallel_and_pass_references(adders) -> None:
 def test_the_headers_of_many_chunks_are_sent_as_one(
     adders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl_like.backends.ray.transport.MOST_APART", 1)
+    monkeypatch.setattr("verl_like.backends.ray.transport.MAX_APART", 1)
     group = adders[1]
     future = group.add_slowly(batch(5, seconds=0.2))
     chained = group.add_slowly(future)
