@@ -181,18 +181,18 @@ def batch_columns(
 ) -> Callable[[F], F]:
     """Declare the columns that a role's method may read, and those that it writes.
 
-    Args:
-        reads: names of the columns that the call sends to the workers.
-        writes: columns of the result; leave out those that `COLUMNS` lists for a method of this
-            name.
-        scores: whether the score stage of PPO calls the method.
-
     Example:
 
         class Verifier(Worker):
             @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
             @batch_columns(["input_ids"], writes=[Column("verdicts", "[rows]", "float32")])
             def compute_verdicts(self, data: DataProto) -> DataProto: ...
+
+    Args:
+        reads: names of the columns that the call sends to the workers.
+        writes: columns of the result; leave out those that `COLUMNS` lists for a method of this
+            name.
+        scores: whether the score stage of PPO calls the method.
     """
 
     def mark(method: F) -> F:
