@@ -315,7 +315,7 @@ METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
 """Maps a role to its scoring method. All other scoring roles are reward models."""
 REWARD_METHOD = "compute_rm_score"
 MADE_BY_GENERATORS = frozenset(
-    ["generate_sequences", "submit", "take", REWARD_METHOD, *METHODS.values()]
+    ["generate_sequences", "submit", "collect", REWARD_METHOD, *METHODS.values()]
 )
 
 
@@ -426,7 +426,7 @@ class Generator:
         With `score_on=generator`, score their samples first.
         """
         with self._activity.busy("generate"):
-            finished = self._client.take(self._max_tokens, self._take_s)
+            finished = self._client.collect(self._max_tokens, self._take_s)
         for submission in finished:
             chunk, buffer = self._running[submission], self._buffer
             chunk.samples = submission.samples()

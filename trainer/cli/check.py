@@ -292,7 +292,7 @@ def measured_sides(folder: str, num_generators: int) -> list[str]:
     ]
     generated, trained = (
         {call.pool for call in data.calls if call.method in methods}
-        for methods in (("generate_sequences", "take"), ("update_actor",))
+        for methods in (("generate_sequences", "collect"), ("update_actor",))
     )
     if generated & trained:
         lines.append(

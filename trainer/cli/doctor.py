@@ -52,7 +52,7 @@ PROBE_LIMIT_S = 300
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """One line: the subject, its state, and for a problem what to do."""
 
     subject: str
@@ -68,7 +68,7 @@ class Finding:
         return f"{mark}{text} → {self.fix}"
 
 
-def findings() -> Iterator[Finding]:
+def check_results() -> Iterator[CheckResult]:
     """Yield the findings of every check, the quick ones first."""
     required = _requirements()
     probes = {
@@ -95,15 +95,15 @@ def findings() -> Iterator[Finding]:
             yield future.result()
 
 
-def check_python() -> Finding:
+def check_python() -> CheckResult:
     """Check that the interpreter has a tested version."""
     version = sys.version_info[:2]
     if version < TESTED_PYTHON[0]:
-        return Finding(
+        return CheckResult(
             "Python", f"{sys.version.split()[0]}, too old", "PYTHON=python3.11 bash tests/run.sh"
         )
     tested = "" if version in TESTED_PYTHON else " (newer than the tested 3.11 and 3.12)"
-    return Finding("Python", f"{sys.version.split()[0]}{tested}, {sys.executable}")
+    return CheckResult("Python", f"{sys.version.split()[0]}{tested}, {sys.executable}")
 
 
 def _requirements() -> dict[str, Requirement]:
@@ -124,7 +124,7 @@ def _named(requirement: Requirement) -> str:
     return f"{flags}'{requirement.name}{requirement.specifier}'"
 
 
-def check_packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[CheckResult]:
     """Check that every required package is installed, in the required range."""
     for name, requirement in _requirements().items():
         need, specifier = OPTIONAL.get(name, ""), requirement.specifier
@@ -133,11 +133,11 @@ def check_packages() -> Iterator[Finding]:
         version = _version(name)
         if version is None:
             missing = f"not installed; {need}" if need else "not installed"
-            yield Finding(name, missing, fix, is_optional=bool(need))
+            yield CheckResult(name, missing, fix, is_optional=bool(need))
         elif specifier.contains(version.partition("+")[0], prereleases=True):
-            yield Finding(name, f"{version}, {wanted}")
+            yield CheckResult(name, f"{version}, {wanted}")
         else:
-            yield Finding(name, f"{version}, not {wanted}", fix)
+            yield CheckResult(name, f"{version}, not {wanted}", fix)
 
 
 def _version(package: str) -> str | None:
@@ -148,7 +148,7 @@ def _version(package: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class InstalledGpu:
     """A GPU as its driver describes it."""
 
     name: str
@@ -156,14 +156,14 @@ class Gpu:
     driver: str
 
 
-def nvidia_gpus() -> list[Gpu]:
+def nvidia_gpus() -> list[InstalledGpu]:
     """Return every GPU that the driver's tool lists, because torch may be built without CUDA."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     done = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
     lines = done.stdout.splitlines() if done.returncode == 0 else []
-    return [Gpu(*line.rsplit(", ", 2)) for line in lines]
+    return [InstalledGpu(*line.rsplit(", ", 2)) for line in lines]
 
 
 def cuda_of_torch() -> str | None:
@@ -176,24 +176,24 @@ def cuda_of_torch() -> str | None:
     return line[1] if line else None
 
 
-def check_gpus(torch: Requirement) -> Finding:
+def check_gpus(torch: Requirement) -> CheckResult:
     """Check that torch is built for the machine's GPUs, and that their driver can run it."""
     gpus = nvidia_gpus()
     if not gpus:
-        return Finding("GPUs", "none, roles run on the CPU")
+        return CheckResult("GPUs", "none, roles run on the CPU")
     shown = ", ".join(f"{gpu.name} {gpu.memory}" for gpu in gpus) + f", driver {gpus[0].driver}"
     cuda, driver = cuda_of_torch(), int(gpus[0].driver.partition(".")[0])
     way_out = _torch_for(driver, torch)
     if cuda is None:
         problem = f"{shown}, but torch is built for CPUs only"
-        return Finding("GPUs", problem, way_out, is_optional=True)
+        return CheckResult("GPUs", problem, way_out, is_optional=True)
     oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if driver < oldest:
         problem = (
             f"{shown}, but torch is built for CUDA {cuda}, which needs driver {oldest} or newer"
         )
-        return Finding("GPUs", problem, way_out)
-    return Finding("GPUs", f"{shown}, torch for CUDA {cuda}")
+        return CheckResult("GPUs", problem, way_out)
+    return CheckResult("GPUs", f"{shown}, torch for CUDA {cuda}")
 
 
 def _torch_for(driver: int, torch: Requirement) -> str:
@@ -211,7 +211,7 @@ def _torch_for(driver: int, torch: Requirement) -> str:
     )
 
 
-def check_allocator() -> Finding:
+def check_allocator() -> CheckResult:
     """Report whether CPU processes configure their allocator, or the user's environment does."""
     chosen = settings_of_user()
     if chosen:
@@ -220,19 +220,19 @@ def check_allocator() -> Finding:
             "freed memory, and train more slowly"
         )
         fix = "unset " + " ".join(setting.partition("=")[0] for setting in chosen)
-        return Finding("allocator", problem, fix, is_optional=True)
+        return CheckResult("allocator", problem, fix, is_optional=True)
     usual = "not set by the environment; CPU processes keep freed memory, which is faster"
-    return Finding("allocator", usual)
+    return CheckResult("allocator", usual)
 
 
-def check_machine() -> Iterator[Finding]:
+def check_machine() -> Iterator[CheckResult]:
     """Check CPUs, memory, shared memory and disk."""
-    yield Finding("CPUs", f"{usable_cores()}; at least 2 are needed for pools to overlap")
+    yield CheckResult("CPUs", f"{usable_cores()}; at least 2 are needed for pools to overlap")
     memory, total = free_memory_gib(), memory_gib("MemTotal:")
     if memory is not None:
         less = "trainer.backend=local actor_rollout_ref.model.path=<a smaller model>"
         fix = less if memory < LEAST_MEMORY_GIB else ""
-        yield Finding("memory", f"{memory:.1f} GiB free of {total:.1f} GiB", fix)
+        yield CheckResult("memory", f"{memory:.1f} GiB free of {total:.1f} GiB", fix)
     other_disk = "trainer.default_local_dir=<a folder on another disk>"
     for subject, path, least, fix in (
         ("shared memory", Path("/dev/shm"), LEAST_SHARED_GIB, "mount -o remount,size=4G /dev/shm"),
@@ -240,24 +240,26 @@ def check_machine() -> Iterator[Finding]:
     ):
         if path.is_dir():
             free = shutil.disk_usage(path).free / GIB
-            yield Finding(subject, f"{free:.1f} GiB free at {path}", "" if free >= least else fix)
+            yield CheckResult(
+                subject, f"{free:.1f} GiB free at {path}", "" if free >= least else fix
+            )
 
 
-def check_network() -> Iterator[Finding]:
+def check_network() -> Iterator[CheckResult]:
     """Report the network interfaces, and check the settings of NCCL and gloo."""
     networks, hcas, variables = network_interfaces(), infiniband_adapters(), network_settings()
     shown = [f"{name} {address}" for name, address in networks.items() if address]
     shown += [f"{name} ({state})" for name, state in hcas.items()]
     shown += [f"{name}={value}" for name, value in variables.items()]
-    yield Finding("network", ", ".join(shown) or "none")
+    yield CheckResult("network", ", ".join(shown) or "none")
     for problem, fix in wrong_settings(variables, networks):
-        yield Finding("network", problem, fix)
+        yield CheckResult("network", problem, fix)
     nowhere = name_that_leads_nowhere(variables, networks)
     if nowhere:
-        yield Finding("network", *nowhere, is_optional=True)
+        yield CheckResult("network", *nowhere, is_optional=True)
 
 
-def check_works(name: str, fix: str) -> Finding:
+def check_works(name: str, fix: str) -> CheckResult:
     """Run a probe of `trainer.cli.probes` in its own process."""
     command = [sys.executable, "-P", "-m", "trainer.cli.probes", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0"}
@@ -271,14 +273,14 @@ def check_works(name: str, fix: str) -> Finding:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Finding(f"{name} works", f"no answer within {PROBE_LIMIT_S} s", fix)
+        return CheckResult(f"{name} works", f"no answer within {PROBE_LIMIT_S} s", fix)
     if done.returncode == 0:
-        return Finding(f"{name} works", done.stdout.strip().splitlines()[-1])
+        return CheckResult(f"{name} works", done.stdout.strip().splitlines()[-1])
     last_line = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-    return Finding(f"{name} works", last_line, fix)
+    return CheckResult(f"{name} works", last_line, fix)
 
 
-def show(items: Iterable[Finding]) -> None:
+def show(items: Iterable[CheckResult]) -> None:
     """Print every finding as it comes; exit with 1 if a required item fails."""
     failed = 0
     for finding in items:
@@ -296,7 +298,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print the findings of every check."""
     if arguments:
         sys.exit(f"error: doctor takes no arguments.\n{__doc__}")
-    show(findings())
+    show(check_results())
 
 
 INFINIBAND, IPV6 = Path("/sys/class/infiniband"), Path("/proc/net/if_inet6")

@@ -296,7 +296,7 @@ def read(config: Any, name: str) -> Any:
 
 MAYBE_A_NUMBER = tuple("+-.0123456789")
 """First characters of texts that OmegaConf, which accepts more than PyYAML, may read as numbers."""
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Number of values that a YAML text with aliases may have."""
 YES_AND_NO = ("y", "Y", "n", "N")
 """Texts that other readers parse as true and false."""
@@ -354,8 +354,8 @@ def checked_yaml(text: str) -> str:
         num_values = 0 if root is None else size(root)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    if num_values > max(MOST_VALUES, len(sizes)):
-        raise ValueError(f"its aliases expand to {num_values:,.0f} values (limit: {MOST_VALUES:,})")
+    if num_values > max(MAX_VALUES, len(sizes)):
+        raise ValueError(f"its aliases expand to {num_values:,.0f} values (limit: {MAX_VALUES:,})")
     return text
 
 

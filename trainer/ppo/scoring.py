@@ -189,14 +189,14 @@ class KLController:
         self.config = config
         self.value = config.kl_coef
 
-    def update(self, current_kl: float, n_steps: int) -> None:
+    def update(self, current_kl: float, num_samples: int) -> None:
         """Adapt the coefficient after a batch of `n_steps` samples with this mean KL."""
         if self.config.type == "fixed":
             return
         horizon = self.config.horizon
         error = min(max(current_kl / self.config.target_kl - 1.0, -0.2), 0.2)
-        for first in range(0, n_steps, horizon):  # keeps each factor within 0.8 to 1.2
-            part = min(horizon, n_steps - first)
+        for first in range(0, num_samples, horizon):  # keeps each factor within 0.8 to 1.2
+            part = min(horizon, num_samples - first)
             self.value *= 1.0 + error * part / horizon
 
 
@@ -238,7 +238,7 @@ def apply_kl_penalty(
         "actor/reward_kl_penalty": current_kl,
         "actor/reward_kl_penalty_coeff": kl_ctrl.value,
     }
-    kl_ctrl.update(current_kl, n_steps=len(batch))
+    kl_ctrl.update(current_kl, num_samples=len(batch))
     return batch, metrics
 
 

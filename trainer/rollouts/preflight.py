@@ -202,7 +202,7 @@ def check_rewards(config: Any) -> None:
         )
 
 
-MOST_ROWS = 8
+MAX_ROWS = 8
 
 
 def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, width: int) -> None:
@@ -244,8 +244,8 @@ def try_rewards(
     if not functions or kinds & {"remote", "environment"}:
         return None, []
     first = prompts.first_of_each_source()
-    rest = [row for row in prompts.rows[: 2 * MOST_ROWS].tolist() if row not in first]
-    batch = synthetic_responses(prompts, [*first, *rest][:MOST_ROWS], tokenizer, width)
+    rest = [row for row in prompts.rows[: 2 * MAX_ROWS].tolist() if row not in first]
+    batch = synthetic_responses(prompts, [*first, *rest][:MAX_ROWS], tokenizer, width)
 
     zeros = torch.zeros(batch.column("response_mask").shape)
     no_model = SimpleNamespace(get=lambda timeout: DataProto.from_dict({"rm_scores": zeros}))

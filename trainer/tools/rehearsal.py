@@ -46,7 +46,7 @@ from workers.models.causal_lm import MODEL_ERRORS, model_class
 from workers.models.folder import SMALL_FILES, model_folder, read_hf_config
 from workers.rollout.native.module_forward import can_decode
 
-MOST_VALIDATION_ROWS, MOST_SCORED_ROWS = 8, 64
+MAX_VALIDATION_ROWS, MAX_SCORED_ROWS = 8, 64
 LIMIT_S = 600
 """Seconds after which a rehearsal that does not end is stopped."""
 NOT_TRIED = (
@@ -75,7 +75,7 @@ class Watch:
         """Score ground truths as responses with each reward function; raise if one fails."""
         rewards, width = trainer.rollouts.rewards, trainer.config.data.max_response_length
         parts = [part for part in rewards.parts if part.manager and part.config.kind == "function"]
-        places = np.linspace(0, len(prompts) - 1, min(len(prompts), MOST_SCORED_ROWS)).astype(int)
+        places = np.linspace(0, len(prompts) - 1, min(len(prompts), MAX_SCORED_ROWS)).astype(int)
         rows = prompts.rows[places].tolist()
         for part in parts:
             batch = synthetic_responses(prompts, rows, trainer.rollouts.tokenizer, width)
@@ -158,8 +158,8 @@ def with_short_validation(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     for item in inputs:
         prompts = getattr(item, "validation", None)
         if prompts is not None:
-            prompts.rows = prompts.rows[:MOST_VALIDATION_ROWS]
-    return tuple(item[:MOST_VALIDATION_ROWS] if isinstance(item, list) else item for item in inputs)
+            prompts.rows = prompts.rows[:MAX_VALIDATION_ROWS]
+    return tuple(item[:MAX_VALIDATION_ROWS] if isinstance(item, list) else item for item in inputs)
 
 
 def describe_run(watch: Watch, steps: Sequence[int]) -> list[str]:
@@ -168,7 +168,7 @@ def describe_run(watch: Watch, steps: Sequence[int]) -> list[str]:
     if watch.num_scored:
         lines.append(f"reward: ground truths of {watch.num_scored} rows, and the responses")
     if watch.validated:
-        lines.append(f"validation: {watch.validated} of at most {MOST_VALIDATION_ROWS} rows each")
+        lines.append(f"validation: {watch.validated} of at most {MAX_VALIDATION_ROWS} rows each")
     return lines
 
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_like.calls.deadlines import LOOK_FROM, STACKS_S, WaitClock, in_daemon
-from verl_like.calls.messages import NOT_HERE, Header, Pending, answer_payload
+from verl_like.calls.messages import NOT_ARRIVED, Header, Pending, answer_payload
 from verl_like.calls.result import CallResult
 from verl_like.calls.transport import Transport
 from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
@@ -42,7 +42,7 @@ The death explains their failures.
 """
 MAX_NOTES = 8
 """Number of other failures that the notes of a raised failure name."""
-Outcome = tuple[Any, Exception | None]
+FutureOutcome = tuple[Any, Exception | None]
 """The value of a future, or its error."""
 
 
@@ -354,7 +354,7 @@ def _read_payloads(futures: Sequence[WorkerFuture]) -> None:
         for future in futures
         if not future.open and not future.failures
         for call in future.pending
-        if call.value is NOT_HERE
+        if call.value is NOT_ARRIVED
     ]
     if absent:
         references = [call.payload for _, call in absent]
@@ -442,7 +442,7 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
     raised, or if there is none, the first failure in order. Its attribute `others` has the other
     failures, and its notes name up to eight of them.
     """
-    arrived: queue.SimpleQueue[tuple[int, Outcome]] = queue.SimpleQueue()
+    arrived: queue.SimpleQueue[tuple[int, FutureOutcome]] = queue.SimpleQueue()
     by_kind: dict[object, dict[int, Any]] = defaultdict(dict)
     """The calls of one kind of backend share one wait; any other future has its own."""
     for place, future in enumerate(futures):
@@ -454,7 +454,7 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
         else:
             in_daemon("gather", _wait_in_turn, of_kind, timeout, arrived)
 
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, FutureOutcome] = {}
     ends_at: float | None = None
     while len(outcomes) < len(futures):
         left_s = None if ends_at is None else max(0.0, ends_at - time.monotonic())
@@ -491,7 +491,7 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
 def _wait_in_turn(
     futures: Mapping[int, Any],
     timeout: float | None,
-    arrived: queue.SimpleQueue[tuple[int, Outcome]],
+    arrived: queue.SimpleQueue[tuple[int, FutureOutcome]],
 ) -> None:
     """Wait for the futures, and put the key and the outcome of each into the queue as it comes."""
     left = dict(futures)
@@ -500,7 +500,7 @@ def _wait_in_turn(
         if all(isinstance(future, WorkerFuture) for future in futures.values()):
             ended = wait_for(futures, timeout)
         for place, error in ended:
-            outcome: Outcome = None, error
+            outcome: FutureOutcome = None, error
             if error is None:
                 try:
                     outcome = futures[place].get(timeout), None

@@ -16,15 +16,15 @@ from trainer.ppo.memory import (
     call_size,
     call_sizes,
     check_memory,
+    engine_may_sleep,
     largest_pass,
-    may_rest,
     role_memories,
 )
 from trainer.ppo.roles import declared_models
 from trainer.tools.planner.cost import Gpus, StepRows, decode_seconds, sync_seconds
 from trainer.tools.planner.job import Job, Keys
 from trainer.tools.planner.records import record_tokens, sampler_seconds
-from trainer.tools.planner.search import Layout, Seconds
+from trainer.tools.planner.search import RoleLayout, Seconds
 from verl_like.placement.pools import expand_roles
 from workers.config import is_actors_module, model_rewards
 from workers.memory import RoleMemory, hf_config_of, rollout_memory
@@ -130,19 +130,21 @@ class PPOJob(Job):
         check_memory(config, run_devices(config.trainer))
 
     @functools.cache  # noqa: B019 - a job lives as long as its plan
-    def layouts(self, role: str, num_gpus: int) -> list[Layout]:
+    def layouts(self, role: str, num_gpus: int) -> list[RoleLayout]:
         """Return the layouts to try of a model, or of engines, on this number of GPUs."""
         if self.config.kind_of(role) == "rollout":
             gpus = Gpus(self.device, num_gpus, self.per_node)
             return list(self.engines(role, gpus, self.rows(role)))
         candidates = super().layouts(role, num_gpus)
-        if role in model_rewards(self.config) and may_rest(self.config, "cuda"):
+        if role in model_rewards(self.config) and engine_may_sleep(self.config, "cuda"):
             # reward models may score while an engine on the same GPUs is awake
             awake = [replace(layout.memory, beside_engine=True) for layout in candidates]
             return [replace(layout, memory=m) for layout, m in zip(candidates, awake, strict=True)]
         return candidates
 
-    def sharing(self, roles: tuple[str, ...], num_gpus: int) -> tuple[list[list[Layout]], Seconds]:
+    def sharing(
+        self, roles: tuple[str, ...], num_gpus: int
+    ) -> tuple[list[list[RoleLayout]], Seconds]:
         """Return the layouts of roles that share a pool, and the seconds per stage that it saves.
 
         A reference that is the actor's module takes no memory. If the engine shares the actor's
@@ -161,7 +163,7 @@ class PPOJob(Job):
             saved = (0.0, 0.0, 0.0, apart - together)
         return layouts, saved
 
-    def engines(self, role: str, gpus: Gpus, rows: StepRows) -> Iterator[Layout]:
+    def engines(self, role: str, gpus: Gpus, rows: StepRows) -> Iterator[RoleLayout]:
         """Yield layouts of engines for these rows, by GPUs per engine and fraction of memory."""
         policy = self.config.of_role(role).actor_rollout_ref
         rollout = policy.rollout
@@ -193,7 +195,7 @@ class PPOJob(Job):
             tried = replace(rollout, tensor_model_parallel_size=tp, gpu_memory_utilization=share)
             engine, num_bytes = replace(policy, rollout=tried), gpus.device.bytes
             memory = rollout_memory(engine, rows.longest, role, "", "cuda", num_bytes, None)
-            memory = replace(memory, sleeps=may_rest(self.config, "cuda"))
+            memory = replace(memory, sleeps=engine_may_sleep(self.config, "cuda"))
             at_once = rollout.max_num_seqs
             seconds = decode_seconds(
                 cost, rows, gpus, tp, memory.kv_cache, at_once, sampler, tokens
@@ -201,4 +203,4 @@ class PPOJob(Job):
             if seconds is not None:
                 values = {tp_key: (tp, tp_now), share_key: (share, share_now)}
                 keys = {key: str(new) for key, (new, old) in values.items() if new != old}
-                yield Layout(role, (seconds, 0.0, 0.0, sync), memory, keys)
+                yield RoleLayout(role, (seconds, 0.0, 0.0, sync), memory, keys)

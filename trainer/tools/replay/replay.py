@@ -147,7 +147,7 @@ def replay(
     is removed.
     """
     reject_nested_run()
-    saved = SavedRun.read(run_folder.resolve())
+    saved = ReplayableRun.read(run_folder.resolve())
     request = ReplayRequest(saved.folder, step, stage, breaks, without=without, blame=blame)
     request.samples = samples
     following = batch_file(saved.folder, step + 1, "estimate")
@@ -236,7 +236,7 @@ def make(config: RunConfig, trainer_cls: type[Trainer]) -> None:
         Loop(trainer, saves_model=False).run()
 
 
-def announcement(saved: SavedRun, start: Path | None, step: int, config: RunConfig) -> str:
+def announcement(saved: ReplayableRun, start: Path | None, step: int, config: RunConfig) -> str:
     """Describe what is repeated from which state, and where breakpoints do not work."""
     begin = "from its beginning" if start is None else f"from {start.name}"
     lines = [f"replay of step {step} of {saved.folder}, {begin}"]
@@ -377,7 +377,7 @@ PACKAGE = "verl-like"
 
 
 @dataclass(frozen=True)
-class SavedRun:
+class ReplayableRun:
     """A run to replay."""
 
     folder: Path
@@ -385,7 +385,7 @@ class SavedRun:
     trainer_cls: type[Trainer]
 
     @classmethod
-    def read(cls, folder: Path) -> SavedRun:
+    def read(cls, folder: Path) -> ReplayableRun:
         """Read a run folder; reject other folders, unknown keys and recipes without a replay."""
         tree = saved_tree(folder)
         name = OmegaConf.select(tree, "trainer.cls") if OmegaConf.is_dict(tree) else None

@@ -414,9 +414,9 @@ def overlap_share(calls: Sequence[TracedCall]) -> float:
 
 PIXELS = 96
 """Longest side of a thumbnail."""
-MOST_PER_SAMPLE, MOST_FILES = 4, 256
+MAX_PER_SAMPLE, MAX_FILES = 4, 256
 """The most images of a sample, and the most files that a table of samples shows."""
-MOST_BYTES = 32 * 2**20
+MAX_BYTES = 32 * 2**20
 """Larger files are not read."""
 
 
@@ -439,10 +439,10 @@ class Thumbnails:
         if not isinstance(images, list):
             return []
         shown = []
-        for image in images[:MOST_PER_SAMPLE]:
+        for image in images[:MAX_PER_SAMPLE]:
             row = image if isinstance(image, Mapping) else {}
             path, sha = str(row.get("path")), str(row.get("sha"))
-            if (path, sha) not in self._uris and len(self._uris) < MOST_FILES:
+            if (path, sha) not in self._uris and len(self._uris) < MAX_FILES:
                 self._uris[path, sha] = _data_uri(path, sha)
             shown.append(Thumbnail(self._uris.get((path, sha), ""), Path(path).name))
         return shown
@@ -453,7 +453,7 @@ def _data_uri(path: str, sha: str) -> str:
     from workers.images import ImageRef, opened
 
     try:
-        if not Path(path).is_file() or Path(path).stat().st_size > MOST_BYTES:
+        if not Path(path).is_file() or Path(path).stat().st_size > MAX_BYTES:
             return ""  # reading a pipe or a device might not end
         image = opened(ImageRef(path, sha, 0, 0))
     except (ConfigError, OSError):

@@ -26,9 +26,9 @@ from trainer.preference.recipe import DPO
 from trainer.run_state import Metrics
 from trainer.sft.step import SFTTrainer
 from trainer.tools.replay.replay import (
+    ReplayableRun,
     Replayed,
     ReplayRequest,
-    SavedRun,
     announcement,
     counted,
     differing_columns,
@@ -252,7 +252,7 @@ def test_a_replay_keeps_the_number_of_processes(tmp_path: Path, tiny_dir: Path) 
     assert trainer.total_training_steps == config.trainer.total_training_steps
     assert config.resource_pool_spec == {"global_pool": [2, 2]}, "the run's configuration stays"
 
-    saved = SavedRun(tmp_path, config, PPOTrainer)
+    saved = ReplayableRun(tmp_path, config, PPOTrainer)
     words = announcement(saved, start, 3, local)
     assert "in separate processes, as in the run: global_pool;" in words
     same_backend = settings_of_replay(config, start, scratch, "run").trainer

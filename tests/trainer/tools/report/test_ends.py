@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from trainer.run_folder.folder import saved_config
 from trainer.tools.migrate.systems import migrate
-from trainer.tools.replay.replay import SavedRun
+from trainer.tools.replay.replay import ReplayableRun
 from trainer.tools.report.ends import table_of_runs
 from verl_like.errors import ConfigError
 
@@ -58,7 +58,7 @@ BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for 
 @pytest.mark.parametrize("text", [BOMB, "a: &a [*a]", "a: " + "[" * 2000])
 def test_aliases_that_expand_without_end_are_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.yaml").write_text(text)
-    for read in (saved_config, SavedRun.read):
+    for read in (saved_config, ReplayableRun.read):
         with pytest.raises(ConfigError, match=r"config\.yaml cannot be read as a run's config"):
             read(tmp_path)
     with pytest.raises(ConfigError, match="the YAML could not be read"):

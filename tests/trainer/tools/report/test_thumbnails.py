@@ -16,7 +16,7 @@ from PIL import Image
 
 from tests.trainer.tools.report.report_runs import make_run
 from trainer.tools.report.page import write_report
-from trainer.tools.report.read import MOST_FILES, MOST_PER_SAMPLE, PIXELS, Thumbnails
+from trainer.tools.report.read import MAX_FILES, MAX_PER_SAMPLE, PIXELS, Thumbnails
 
 
 def recorded(path: Path, sha: str | None = None) -> dict[str, str]:
@@ -71,12 +71,12 @@ def test_anything_but_the_recorded_image_is_a_placeholder(tmp_path: Path) -> Non
 
 
 def test_thumbnails_are_limited_in_number(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{number}.png" for number in range(MOST_FILES + 8)]
+    paths = [tmp_path / f"{number}.png" for number in range(MAX_FILES + 8)]
     for number, path in enumerate(paths):
         Image.new("L", (4, 4), number % 256).save(path)
     refs, thumbnails = [recorded(path) for path in paths], Thumbnails()
-    assert len(thumbnails.of(refs)) == MOST_PER_SAMPLE
+    assert len(thumbnails.of(refs)) == MAX_PER_SAMPLE
     shown = [image.uri for ref in refs for image in thumbnails.of([ref])]
-    assert all(shown[:MOST_FILES])
-    assert not any(shown[MOST_FILES:])
+    assert all(shown[:MAX_FILES])
+    assert not any(shown[MAX_FILES:])
     assert thumbnails.of(refs[:1])[0].uri == shown[0]
