@@ -357,6 +357,10 @@ class Recipe(Generic[C]):
     shares_presets_of: Path | None = None
     own_folder: Path | None = None
 
+    def __post_init__(self) -> None:
+        text = f"The recipe `{self.name}`, whose configuration is a `{self.schema.__name__}`."
+        object.__setattr__(self, "__doc__", text)  # for `help()`
+
     def __repr__(self) -> str:
         """Return the name, because signatures show a recipe as a default."""
         return f"Recipe({self.name!r})"

@@ -296,7 +296,7 @@ class Scheduler:
         self.waiting = deque(entry for entry in self.waiting if entry.number not in numbers)
         return removed
 
-    def run(self, budget: TakeBudget) -> dict[int, Sample]:
+    def run(self, budget: CollectBudget) -> dict[int, Sample]:
         """Generate until all samples are finished, or the budget is spent; return finished ones.
 
         Each pass prefills a group of prompts if there are slots for it. Otherwise it decodes one
@@ -415,7 +415,7 @@ class Scheduler:
             self.table.put(slot, entry, entry.read_at_once)
             self.table.shifts[slot] = shift_of(images[row_of[entry.row]]) if images else 0
         if self.noted is not None:
-            routed = self.noted.take().unflatten(0, (rows, width))
+            routed = self.noted.pop_choices().unflatten(0, (rows, width))
             for slot, entry in zip(slots.tolist(), group, strict=True):
                 self.table.routed[slot] = [routed[row_of[entry.row], width - len(entry.text) :]]
         self.num_active += len(group)
@@ -451,7 +451,7 @@ class Scheduler:
             **inputs,
         )
         if self.noted is not None:
-            routed = self.noted.take().split(1)
+            routed = self.noted.pop_choices().split(1)
             for slot in range(self.num_active):
                 table.routed[slot].append(routed[slot])
         return self._append(np.arange(self.num_active), logits[: self.num_active])

@@ -163,7 +163,7 @@ def test_the_length_of_other_samples_changes_no_bit(
 
 @pytest.mark.parametrize(("least", "fewest"), [(4, [4, 8]), (16, [])])
 def test_passes_have_few_sizes_and_few_unused_rows(least: int, fewest: list[int]) -> None:
-    sizes = {count: engine.rows_of_pass(count, least) for count in range(1, 1025)}
+    sizes = {count: native_rollout.rows_of_pass(count, least) for count in range(1, 1025)}
     for count, size in sizes.items():
         assert max(least, count) <= size < max(2 * count, count + 16, least + 1)
     assert sorted(set(sizes.values())) == [*fewest, *range(16, 1025, 16)]
