@@ -29,7 +29,7 @@ from trainer.hooks import Hooks, check_callbacks
 from trainer.loop import Loop, Trainer
 from trainer.memory import UNKNOWN, describe_axes, role_models
 from trainer.observers.active import active_observers, end_of_run
-from trainer.restarts import LOSSES, TURN_S, NodeDrainedError, Restarts
+from trainer.recovery import LOSSES, TURN_S, NodeDrainedError, Restarts
 from trainer.run_folder.folder import MODEL, FolderLock, note_start, open_run_folder
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import ResumePoint

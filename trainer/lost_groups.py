@@ -27,7 +27,7 @@ def restart_groups(
     is lost; `since` is when the failure was noticed. Living pools stay unchanged if all roles in
     their processes are `replaceable`. Other living pools are constructed again in their processes,
     or restarted if they have a replaceable role, because one process may not be able to build an
-    engine twice. `restarts` are the run's `trainer.restarts.Restarts`.
+    engine twice. `restarts` are the run's `trainer.recovery.Restarts`.
     """
     lost, roles_of = groups.lost_pools(turn_s), groups.roles_of_pools()
     if not lost or len(lost) == len(roles_of):

@@ -26,7 +26,7 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.groups.worker_groups import WorkerGroups, worker_class
 from trainer.observers.alarms import AlarmRule
-from trainer.restarts import Restarts
+from trainer.recovery import Restarts
 from trainer.run_folder.checkpoint import Checkpoints
 from trainer.run_folder.signals import StopSignals
 

@@ -18,7 +18,7 @@ import pytest
 from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
 from tests.verl_like.broken_cluster import daemon, wait_less
-from trainer import load_config, restarts, run
+from trainer import load_config, recovery, run
 from verl_like.backends.ray.cluster import DAEMONS
 
 STEPS = 4
@@ -53,6 +53,6 @@ def main(folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     wait_less(patch)
-    patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    patch.setattr(recovery, "FIRST_WAIT_S", 0.01)
     logging.basicConfig(level=logging.WARNING)
     tell(main(Path(sys.argv[1])))

@@ -26,7 +26,7 @@ from tests.integration.two_nodes import on_two_nodes
 from tests.programs import tell
 from tests.trainer.recipes.regression import REGRESSION, RegressionTrainer
 from tests.waiting import wait_until_ended
-from trainer import PPOTrainer, launch, load_config, restarts, run
+from trainer import PPOTrainer, launch, load_config, recovery, run
 from verl_like.errors import InsufficientResourcesError
 
 PPO_POOLS = (
@@ -109,12 +109,12 @@ def lose_rollout(tiny: Path, folder: Path, *here: str) -> dict[str, Any]:
     return {"pids": LosesRollout.pids, "nodes": LosesRollout.nodes}
 
 
-class Waiting(restarts.Restarts):
+class Waiting(recovery.Restarts):
     """Starts a node while the run waits for one; only the main thread can start a node."""
 
     def _pause(self, seconds: float) -> None:
         super()._pause(seconds)
-        if seconds == restarts.LOOK_AGAIN_S and len(Losing.nodes) < 2:
+        if seconds == recovery.LOOK_AGAIN_S and len(Losing.nodes) < 2:
             Losing.add_node()
 
 
@@ -165,7 +165,7 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
             "two_nodes": two_nodes,
             "spare": lose_rollout(tiny, folder / "spare", *here),
             "again": lose_role(folder / "again", "teacher", Waiting, *here),
-            "none": lose_role(folder / "none", "student", restarts.Restarts, *here, bounded),
+            "none": lose_role(folder / "none", "student", recovery.Restarts, *here, bounded),
             "log": (folder / "log").read_text(),
         }
 
@@ -173,5 +173,5 @@ def main(tiny: Path, folder: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     patch = pytest.MonkeyPatch()
     ask_for_forks(patch)
-    patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    patch.setattr(recovery, "FIRST_WAIT_S", 0.01)
     tell(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from trainer import restarts
+from trainer import recovery
 from trainer.ppo import recipe
 from trainer.ppo.stages import PPOTrainer
 from trainer.recipe_command import run_command
@@ -98,7 +98,7 @@ def main(part: str, loss: str, number: str, *settings: str) -> None:
     SlowTrainer.part, SlowTrainer.loss = part, loss
     SlowTrainer.number, SlowTrainer.has_loss = signal.Signals[number], loss != "nothing"
     patch = pytest.MonkeyPatch()
-    patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    patch.setattr(recovery, "FIRST_WAIT_S", 0.01)
     if loss == "head":
         from tests.verl_like.broken_cluster import wait_less
 

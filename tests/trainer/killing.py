@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.integration.runs import overrides
-from trainer import load_config, restarts, run
+from trainer import load_config, recovery, run
 from trainer.ppo.stages import PPOTrainer
 from verl_like.errors import WaitTimeoutError
 
@@ -80,7 +80,7 @@ def killed(
     logging.getLogger("trainer").addHandler(messages)
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+            patch.setattr(recovery, "FIRST_WAIT_S", 0.01)
             patch.setattr(Killing, "kills", dict(kills))
             patch.setattr(Killing, "pids", [])
             patch.setattr(Killing, "late", late)

@@ -11,7 +11,7 @@ import pytest
 from tests.integration.runs import POLICY_ALONE, lines, numbers, overrides
 from tests.trainer.disturbances import LOSSY, Disturb
 from tests.trainer.process_backends import start_processes
-from trainer import load_config, restarts, run
+from trainer import load_config, recovery, run
 from trainer.async_training.recipe import ASYNC
 
 STEPS, PROMPTS = 10, 2
@@ -35,7 +35,7 @@ LOCAL = (*SHARED, "trainer.backend=local")
 @pytest.fixture(scope="module", autouse=True)
 def restarts_at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+        patch.setattr(recovery, "FIRST_WAIT_S", 0.01)
         yield
 
 

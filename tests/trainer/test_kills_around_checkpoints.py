@@ -17,7 +17,7 @@ import pytest
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
 from tests.trainer.async_training.test_lost_processes import of_training
 from tests.trainer.process_backends import BACKENDS, start_processes
-from trainer import load_config, restarts, run
+from trainer import load_config, recovery, run
 from trainer.async_training.recipe import ASYNC
 from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
@@ -198,7 +198,7 @@ def test_a_run_with_kills_recovers_to_the_same_numbers(
     cell, whole = undisturbed
     recipe, _, roles = cell
     killer = Killer(roles)
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(recovery, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(checkpoint, "gather", killer.gather)
     monkeypatch.setattr(Checkpoints, "commit", lambda checkpoints: killer.commit(checkpoints))
     start_processes(backend, monkeypatch, request)
@@ -224,7 +224,7 @@ def test_a_model_is_written_although_its_writer_is_killed(
             os.kill(group.transport.started[0].pid, signal.SIGKILL)
         return write_model(checkpoints, step, group)
 
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(recovery, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(Checkpoints, "write_model", kill_and_write)
     start_processes("local", monkeypatch, request)
     one_step = "trainer.total_training_steps=1", *BACKENDS["local"]

@@ -13,7 +13,7 @@ from tests.integration.runs import FEW_ROWS, POLICY_ALONE, overrides
 from tests.trainer.async_training.test_lost_processes import of_training
 from tests.trainer.dying_in_sync import ORDER, PLACES, Receiver
 from tests.trainer.process_backends import BACKENDS, start_processes
-from trainer import load_config, restarts, run
+from trainer import load_config, recovery, run
 from trainer.async_training.recipe import ASYNC
 from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO
@@ -82,7 +82,7 @@ def test_a_run_with_kills_recovers_to_the_same_numbers(
     settings = (*SHARED, *settings)
     run(load_config(overrides(tiny_dir, whole, *settings, *BACKENDS["local"]), recipe))
 
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(recovery, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(rollouts, "RolloutWorker", Receiver)  # so it is replaced within a step
     start_processes(backend, monkeypatch, request)
     rigged = f"role_workers.actor={RIGGED}.Sender", f"role_workers.rollout={RIGGED}.Receiver"

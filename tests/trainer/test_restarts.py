@@ -21,7 +21,7 @@ from ray.exceptions import OutOfMemoryError
 from tests.integration.runs import lines, numbers
 from tests.trainer.recipes.regression import REGRESSION, RegressionConfig, RegressionTrainer
 from tests.trainer.test_loop import config as regression
-from trainer import lost_groups, restarts, run
+from trainer import lost_groups, recovery, run
 from trainer.config.schema import Recipe
 from trainer.lost_groups import restart_groups
 from trainer.recipe_command import exit_on_error
@@ -104,7 +104,7 @@ def config(folder: Path, recipe: Recipe[Any] = REGRESSION, **trainer: Any) -> An
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(recovery, "FIRST_WAIT_S", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +173,11 @@ def test_a_step_that_fails_three_times_ends_the_run(tmp_path: Path) -> None:
 
 def test_waits_grow_without_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(restarts.time, "sleep", waited.append)
-    several = restarts.Restarts(config(tmp_path, max_restarts=10))
+    monkeypatch.setattr(recovery.time, "sleep", waited.append)
+    several = recovery.Restarts(config(tmp_path, max_restarts=10))
     for step in (4, 4, 3, 9, 12, 12):
         several.wait_for_next(WorkerDiedError("gone"), step)
-    assert [round(seconds / restarts.FIRST_WAIT_S) for seconds in waited] == [1, 2, 4, 1, 1, 2]
+    assert [round(seconds / recovery.FIRST_WAIT_S) for seconds in waited] == [1, 2, 4, 1, 1, 2]
 
 
 def test_max_restarts_0_never_restarts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -208,7 +208,7 @@ def test_a_run_resumes_after_it_loses_a_role_and_is_stopped(
     """The signal comes in the step, or in the pause before its repetition."""
     monkeypatch.setattr(Stopped, "is_signalled", is_signalled)
     pause = (lambda *_: None) if is_signalled else (lambda *_: signal.raise_signal(signal.SIGTERM))
-    monkeypatch.setattr(restarts.Restarts, "_pause", pause)
+    monkeypatch.setattr(recovery.Restarts, "_pause", pause)
     with pytest.raises(RunInterrupted, match=f"Stopped by SIGTERM {where}"):
         run(config(tmp_path, CHILDREN), Stopped)
     newest = tmp_path / "latest_checkpointed_iteration.txt"
@@ -220,23 +220,23 @@ def test_a_run_resumes_after_it_loses_a_role_and_is_stopped(
 def test_a_stop_ends_a_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
     with StopSignals() as stop, stop.deferred():
-        stopping = restarts.Restarts(config(tmp_path), stop)
+        stopping = recovery.Restarts(config(tmp_path), stop)
 
         def sleep(seconds: float) -> None:
             waited.append(seconds)
             signal.raise_signal(signal.SIGTERM)
 
-        monkeypatch.setattr(restarts.time, "sleep", sleep)
-        monkeypatch.setattr(restarts, "FIRST_WAIT_S", 1000.0)
+        monkeypatch.setattr(recovery.time, "sleep", sleep)
+        monkeypatch.setattr(recovery, "FIRST_WAIT_S", 1000.0)
         stopping.wait_for_next(WorkerDiedError("gone"), 1)
-    assert waited == [restarts.LOOK_AGAIN_S]
+    assert waited == [recovery.LOOK_AGAIN_S]
 
 
 def after_one_restart(folder: Path, stop: StopSignals | None = None, **timeouts: float) -> Any:
     """Return the restarts of a run with these timeouts."""
     run_config = config(folder)
     run_config = replace_keys(run_config, {"timeouts": run_config.timeouts | timeouts})
-    one_restart = restarts.Restarts(run_config, stop)
+    one_restart = recovery.Restarts(run_config, stop)
     one_restart.wait_for_next(WorkerDiedError("gone"), 1)
     return one_restart
 
@@ -245,7 +245,7 @@ def test_only_a_restart_waits_for_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lost_groups, "FIRST_MESSAGE_S", 0.0)
-    monkeypatch.setattr(restarts, "LOOK_AGAIN_S", 0.001)
+    monkeypatch.setattr(recovery, "LOOK_AGAIN_S", 0.001)
     tries = 0
 
     def start() -> str:
@@ -257,7 +257,7 @@ def test_only_a_restart_waits_for_room(
 
     since = time.monotonic()
     with pytest.raises(InsufficientResourcesError, match=r"^node 7 is gone\.$"):
-        restarts.Restarts(config(tmp_path)).wait_for_capacity(start, since)
+        recovery.Restarts(config(tmp_path)).wait_for_capacity(start, since)
     with caplog.at_level("WARNING"):
         assert after_one_restart(tmp_path).wait_for_capacity(start, since) == "started"
     assert tries == 3

@@ -42,7 +42,7 @@ from trainer.async_training.weights import WeightFeed
 from trainer.groups.cluster import can_move, note_address, pools_to_move
 from trainer.loop import StopRequested, Trainer
 from trainer.lost_groups import wait_for_room
-from trainer.restarts import LOOK_AGAIN_S
+from trainer.recovery import LOOK_AGAIN_S
 from trainer.rollouts.rollouts import join_results, with_responses
 from trainer.run_folder.accounts import describe_log
 from trainer.run_state import Metrics, Run

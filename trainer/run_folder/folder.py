@@ -11,7 +11,7 @@
   wandb_run_id.txt   the W&B run, if there is one           (trainer.run_folder.tracking)
   trackio_run.txt    the trackio run, if there is one       (trainer.run_folder.tracking)
   timeline.json      the calls of every worker              (trainer.run_folder.timeline)
-  restarts.jsonl     lost and replaced workers, if any      (trainer.restarts)
+  restarts.jsonl     lost and replaced workers, if any      (trainer.recovery)
   logs/              a file for every role and rank         (verl_like)
   global_step_N/     checkpoints                            (trainer.run_folder.checkpoint)
   rollouts/N.jsonl   the samples of step N                  (a recipe with samples)

@@ -259,7 +259,7 @@ def _vllm_engine(
 ) -> RolloutEngine:
     """Return an engine on vLLM: in this process, over several ranks, or on a server."""
     from workers.rollout.vllm.engine import VllmRolloutEngine
-    from workers.rollout.vllm.lockstep import Lockstep
+    from workers.rollout.vllm.in_process import Lockstep
     from workers.rollout.vllm.setup import VllmSettings
 
     policy = config.actor_rollout_ref

@@ -15,7 +15,7 @@ from tests.trainer.async_training.uids import uids_in_order, uids_of
 from tests.trainer.disturbances import LOSSY, Disturb
 from tests.trainer.process_backends import BACKENDS
 from tests.waiting import wait_until_ended
-from trainer import load_config, restarts, run
+from trainer import load_config, recovery, run
 from trainer.async_training.recipe import ASYNC
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
@@ -88,7 +88,7 @@ def test_the_ledger_balances_and_no_process_is_left(
     staleness: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(recovery, "FIRST_WAIT_S", 0.01)
     shape = f"async_training.topology={topology}", f"async_training.max_staleness={staleness}"
     settings = (*SHARED, *SETTINGS, *shape, *BACKENDS["ray"])
     pids, disturb = Pids(), Disturb(DISTURBANCES)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.observers.alarms import ENTROPY_LEFT, KL_JUMP
-from trainer.restarts import RESTARTS_FILE, describe_lost_steps
+from trainer.recovery import RESTARTS_FILE, describe_lost_steps
 from trainer.run_folder.accounts import describe_tokens, seconds_by_role, tokens_of
 from trainer.run_folder.folder import REPORT_FILE
 from trainer.run_folder.metrics import SAMPLED, is_number, metric_names

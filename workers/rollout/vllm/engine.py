@@ -22,8 +22,7 @@ from verl_like.errors import ConfigError, RolloutError, WeightSyncError
 from workers.rollout.base import CollectBudget, EngineLimits, RolloutEngine, SamplingParams
 from workers.rollout.sample import UNFINISHED, Sample
 from workers.rollout.vllm.handover import AdapterFiles, Handover
-from workers.rollout.vllm.in_process import InProcessVllm
-from workers.rollout.vllm.lockstep import Lockstep
+from workers.rollout.vllm.in_process import InProcessVllm, Lockstep
 from workers.rollout.vllm.server import VllmServer
 from workers.rollout.vllm.setup import (
     VllmRequest,

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.recipes.regression import REGRESSION
-from trainer import load_config, restarts
-from trainer.restarts import Restarts
+from trainer import load_config, recovery
+from trainer.recovery import Restarts
 from trainer.tools.report.page import describe_restarts
 from verl_like.errors import WorkerDiedError
 
 
 @pytest.fixture
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Restarts:
-    monkeypatch.setattr(restarts, "FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr(recovery, "FIRST_WAIT_S", 0.0)
     settings = [f"trainer.default_local_dir={tmp_path}", "trainer.backend=local"]
     return Restarts(load_config(settings, REGRESSION))
 

@@ -30,8 +30,7 @@ from verl_like import Worker
 from verl_like.errors import ConfigError
 from workers.rollout.base import EngineLimits
 from workers.rollout.vllm import setup as vllm_setup
-from workers.rollout.vllm.in_process import InProcessVllm
-from workers.rollout.vllm.lockstep import Lockstep
+from workers.rollout.vllm.in_process import InProcessVllm, Lockstep
 from workers.rollout.vllm.setup import VllmSettings, check_version, graph_options
 from workers.weights.full_weights import checksum_of
 

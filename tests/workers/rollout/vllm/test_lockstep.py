@@ -16,8 +16,7 @@ from tests.workers.rollout_engines import load, make_model, requests_of
 from verl_like import Worker
 from workers.rollout.base import SamplingParams, in_step
 from workers.rollout.vllm.engine import VllmRolloutEngine
-from workers.rollout.vllm.in_process import InProcessVllm
-from workers.rollout.vllm.lockstep import Lockstep
+from workers.rollout.vllm.in_process import InProcessVllm, Lockstep
 from workers.rollout.vllm.setup import VllmRequest, VllmSettings
 
 SAMPLING = SamplingParams(max_tokens=14, stop_token_ids=(0,))
