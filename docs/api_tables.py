@@ -31,7 +31,7 @@ def name_list(page: str, section: str) -> str:
     rows = []
     for path, members in PAGES[page][section].items():
         for name, text in rows_of(path, members):
-            rows.append(f"`{name}`  \n{first_sentence(text)}")
+            rows.append(f"`{name}`  \n{sentence_about(name, text)}")
     return "\n\n".join(rows)
 
 
@@ -115,6 +115,13 @@ def docstring_of_constant(module: str, name: str) -> str:
         if name in names and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             return inspect.cleandoc(str(after.value.value))
     raise AssertionError(f"{name} of {defined_in} has no docstring")
+
+
+def sentence_about(name: str, text: str) -> str:
+    """Return the first sentence of a docstring, without a verb that `-> type` or the page says."""
+    sentence = first_sentence(text)
+    shorter = sentence.removeprefix("Return " if " -> " in name else "Called ")
+    return sentence if shorter == sentence else shorter[0].upper() + shorter[1:]
 
 
 def first_sentence(text: str) -> str:

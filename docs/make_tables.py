@@ -390,14 +390,18 @@ def has_word(text: str, word: str) -> bool:
 
 
 def preset_table() -> str:
-    """The presets of `algorithm`: what each file says of itself."""
+    """The presets of `algorithm`: what each file says of itself, without the KL (a setting)."""
     rows = []
     for preset in PPO.preset_names("algorithm"):
-        source, colon, about = _about_preset("algorithm", preset).partition(": ")
+        text = PRESET_KL_TEXT.sub("", _about_preset("algorithm", preset))
+        source, colon, about = text.partition(": ")
         rows.append(
             [_code([preset]), f"{source}. {about[0].upper()}{about[1:]}" if colon else source]
         )
     return _list(rows)
+
+
+PRESET_KL_TEXT = re.compile(r"([;,.]| and) (no KL|KL in the (loss|reward))(?=[.,])", re.I)
 
 
 def _about_preset(group: str, preset: str) -> str:

@@ -122,9 +122,7 @@ class TrainerConfig(Section):
     like are uploaded in the background.
     """
     test_freq: int = config_field(0, at_least=-1)
-    """Steps between validations; 0: only after the last step, -1: not even then. `val_before_train`
-    controls the validation before step 1.
-    """
+    """Steps between validations; 0: only after the last step, -1: not even then."""
     val_before_train: bool = config_field(True)
     """Validate before step 1; a run that resumes after it does not."""
     dry_run: bool = config_field(False)

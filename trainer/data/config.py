@@ -84,8 +84,6 @@ class ValidatingTrainerConfig(TrainerConfig):
     """Section `trainer` of a recipe that validates on `data.val_files`."""
 
     test_freq: int = config_field(0, at_least=-1, read_when=CAN_VALIDATE_LATER)
-    """Steps between validations; 0: only after the last step, -1: not even then. `val_before_train`
-    controls the validation before step 1.
-    """
+    """Steps between validations; 0: only after the last step, -1: not even then."""
     val_before_train: bool = config_field(True, read_when=CAN_VALIDATE_BEFORE)
     """Validate before step 1; a run that resumes after it does not."""

@@ -83,9 +83,7 @@ class EnvironmentConfig(Section):
     """If an agent repeats a request, `sample`: sample a new turn; `reuse`: return the first reply.
     """
     images: bool = config_field(False)
-    """Observations and agents' requests may have images, which the model must then read; not needed
-    if the rows have images.
-    """
+    """Observations and agents' requests may have images; not needed if the rows have images."""
     max_turns: int = config_field(8, above=0)
     """Maximum turns per trajectory."""
     max_tokens_per_turn: int | None = config_field(
@@ -103,9 +101,7 @@ class EnvironmentConfig(Section):
     chat template renders them, tokenized again.
     """
     history_reasoning: bool = config_field(True)
-    """Give the chat template the reasoning of older turns, which it writes or drops, if it renders
-    them again; false: leave it out.
-    """
+    """Give the chat template the reasoning of older turns if it renders them again."""
     step_timeout_s: float = config_field(30.0, above=0, may_change_on_resume=True)
     """Timeout of an environment's reply, in seconds."""
     trajectory_timeout_s: float = config_field(600.0, above=0, may_change_on_resume=True)

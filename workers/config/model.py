@@ -253,8 +253,8 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool | int | None = config_field(
         None, at_least=0, may_change_on_resume=True
     )
-    """Recompute activations in the backward pass, to save memory: of all layers, or of this number
-    of layers, from the first. null: on CUDA, of as few as fit in memory by the plan's estimate.
+    """Recompute activations in the backward pass, to save memory: of all layers, or of the first
+    N. null: on CUDA, of as few as the plan's estimate of memory allows.
     """
     attn_implementation: str = config_field(
         "auto",
@@ -262,15 +262,15 @@ class ModelConfig(Section):
         may_change_on_resume=True,
         verl="actor_rollout_ref.model.override_config.attn_implementation",
     )
-    """Attention kernel. `auto`: for 16-bit passes on GPUs, the newest installed FlashAttention, or
-    torch's; otherwise sdpa (eager if sdpa is wrong for the model).
+    """Attention kernel. `auto`: for 16-bit passes on GPUs, the newest FlashAttention that is
+    installed, or torch's; otherwise sdpa, or eager if the model needs it.
     """
     use_remove_padding: bool = config_field(True, may_change_on_resume=True)
     """Pack rows without padding if the model supports it."""
     share_prefixes: bool = config_field(
         True, may_change_on_resume=True, verl="actor_rollout_ref.actor.use_prefix_grouper"
     )
-    """Compute a prefix only once if several rows of a pass share it, such as a prompt."""
+    """Compute a prefix, such as a prompt, once for all rows of a pass that share it."""
     use_fused_kernels: bool = config_field(True, may_change_on_resume=True)
     """Compute large logits in chunks, to save memory."""
     dtype: str = config_field(

@@ -99,8 +99,8 @@ class RolloutCorrectionConfig(Section):
     rollout_rs: str | None = config_field(
         None, allows="token_k1, seq_mean_k1, seq_max_k3, … (see Algorithms)"
     )
-    """Criteria that remove tokens or sequences from the loss; separate several with commas, and
-    quote the list. null disables rejection.
+    """Criteria that remove tokens or sequences from the loss, separated by commas, in quotes. null
+    disables rejection.
     """
     rollout_rs_threshold: str | None = config_field(
         None,
@@ -154,8 +154,8 @@ class ActorConfig(ShardedConfig):
 
     ppo_mini_batch_size: int = config_field(64, above=0)
     """Size of a mini-batch (one optimizer step, all ranks together) in prompts: it has `rollout.n`
-    times as many samples, taken from all prompts. Must divide `data.train_batch_size`; by default,
-    the largest divisor up to 64.
+    times as many samples. Must divide `data.train_batch_size`; by default, its largest divisor up
+    to 64.
     """
     ppo_micro_batch_size_per_gpu: int = config_field(
         8, above=0, read_when=SPLIT_BY_SAMPLES, may_change_on_resume=True
@@ -202,8 +202,7 @@ class ActorConfig(ShardedConfig):
     entropy_coeff: float = config_field(0.0, at_least=0)
     """Weight of the entropy bonus."""
     target_entropy: float | None = config_field(None, above=0, read_when=HAS_ENTROPY_BONUS)
-    """Target entropy per token, in nats. The weight of the entropy bonus adapts to reach it; null
-    disables this.
+    """Entropy per token, in nats, that the weight of the entropy bonus adapts to reach; null: none.
     """
     use_kl_loss: bool = config_field(False)
     """Add the KL to the reference to the loss."""

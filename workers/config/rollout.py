@@ -127,8 +127,8 @@ class RolloutConfig(Section):
     kv_cache_gib: float = config_field(
         4.0, above=0, read_when=CACHE_IS_OURS, may_change_on_resume=True
     )
-    """GiB of KV cache per rank, for native and for vllm on CPUs (rounded to whole GiB). Native may
-    store as much again between the turns of trajectories.
+    """GiB of KV cache per rank, for native and for vllm on CPUs. Native may store as much again
+    between the turns of trajectories.
     """
     keep_kv_cache: bool = config_field(False, read_when=TAKES_WEIGHTS_AT_ONCE)
     """Keep the KV cache when weights arrive during generation; false recomputes it."""

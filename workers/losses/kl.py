@@ -24,7 +24,7 @@ from workers.losses.registry import LARGEST_LOG_RATIO
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """The log-ratio x = log policy - log reference.
+    """The log-ratio x.
 
     Source: Schulman, joschu.net/blog/kl-approx.html, 2020
     """
@@ -42,7 +42,7 @@ def absolute(log_ratio: Tensor) -> Tensor:
 def k2(log_ratio: Tensor) -> Tensor:
     """Half the square of the log-ratio; its gradient estimates the KL's gradient without bias.
 
-    Source: Schulman, joschu.net/blog/kl-approx.html, 2020
+    Source: Schulman 2020
     """
     return 0.5 * log_ratio.square()
 
@@ -50,7 +50,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """exp(-x) - 1 + x, which is never negative and has a low variance; clamped to 10.
 
-    Source: Schulman, joschu.net/blog/kl-approx.html, 2020; as a loss: GRPO, arXiv 2402.03300
+    Source: Schulman 2020; as a loss: GRPO, arXiv 2402.03300
     """
     inverse = (-log_ratio).clamp(min=-20.0, max=20.0)
     return (inverse.exp() - inverse - 1).clamp(min=-10.0, max=10.0)
