@@ -33,7 +33,7 @@ from trainer.recipe_command import is_setting, load_or_exit, run_or_exit
 from trainer.run_folder.metrics import SAMPLED
 from trainer.tools.report.read import RunData, read_run
 from verl_like.errors import ConfigError
-from verl_like.files import write_whole
+from verl_like.files import write_atomic
 from verl_like.masking import mask_text
 from verl_like.terminal import survive_broken_pipes
 
@@ -64,7 +64,7 @@ def job(arguments: Sequence[str]) -> None:
     record = record_of(config, read_run(folder)) | {"command": command}
     out = Path(options.out or folder / RECORD)
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(out, json.dumps(record, indent=1) + "\n")
+    write_atomic(out, json.dumps(record, indent=1) + "\n")
     print("", *table(record), "", f"all results: {out}", sep="\n", flush=True)
 
 

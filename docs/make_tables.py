@@ -36,10 +36,10 @@ from command_tables import command_list, command_options
 from model_table import model_table
 from worked_tables import memory_table, token_weights
 
-from trainer.api.flat_names import OF_PPO, OF_ROWS
+from trainer.api.flat_names import PPO_NAMES, ROW_NAMES
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import doc_parts
-from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, read
+from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, value_at
 from trainer.config.schema import Recipe, RunConfig
 from trainer.ppo import verl_keys
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, needs_groups
@@ -159,7 +159,7 @@ def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> li
     docs, defaults = field_docs(schema), schema()
     rows = []
     for key in keys:
-        default, doc = read(defaults, key.name), _cell(docs[key.name])
+        default, doc = value_at(defaults, key.name), _cell(docs[key.name])
         shown = _show(default)
         if isinstance(default, dict) and default:
             shown = ""
@@ -215,7 +215,7 @@ def _what_keys_are(schema: type) -> set[tuple[str, ...]]:
 def _what_it_is(key: Key, docs: Mapping[str, str], default: Any) -> tuple[str, ...]:
     """Return what distinguishes two keys of different recipes."""
     doc = docs[key.name]
-    value = read(default, key.name)
+    value = value_at(default, key.name)
     return (key.leaf, _type(key, value, doc), _show(value), doc)
 
 
@@ -520,11 +520,11 @@ def _cell(text: str) -> str:
 
 def flat_name_table() -> str:
     """Return the flat names of runs from Python with their keys."""
-    rows = [[_code([name]), _code([key])] for name, key in OF_PPO.items()]
-    alike = [name for name, key in OF_ROWS.items() if name in OF_PPO]
+    rows = [[_code([name]), _code([key])] for name, key in PPO_NAMES.items()]
+    alike = [name for name, key in ROW_NAMES.items() if name in PPO_NAMES]
     for name in alike:
-        assert OF_POLICY.sub("", f"`{OF_PPO[name]}`") == f"`{OF_ROWS[name]}`", name
-    own = [f"`{name}` (`{key}`)" for name, key in OF_ROWS.items() if name not in OF_PPO]
+        assert OF_POLICY.sub("", f"`{PPO_NAMES[name]}`") == f"`{ROW_NAMES[name]}`", name
+    own = [f"`{name}` (`{key}`)" for name, key in ROW_NAMES.items() if name not in PPO_NAMES]
     return (
         f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{_list(rows, 'Keyword|Key')}\n\n"
         f"`SFT`, `RewardModelTraining`, `DPO` and `KTO` have {_code(alike)} and {', '.join(own)}.\n"

@@ -10,7 +10,7 @@ import torch
 
 from trainer.config.compose import load_config
 from trainer.config.devices import run_devices
-from trainer.memory import gib
+from trainer.memory import in_gib
 from trainer.ppo.memory import role_memories
 from trainer.ppo.recipe import PPO
 from verl_like.terminal import draw_table
@@ -63,11 +63,11 @@ def memory_table() -> str:
     }
     sums = [sum(stage) for stage in zip(*table.values(), strict=True)]
     (planned,) = pool_bytes(roles).values()
-    assert max(sums) == planned, f"the planner expects {gib(planned)} GiB"
+    assert max(sums) == planned, f"the planner expects {in_gib(planned)} GiB"
     table["sum"] = sums
     lines: list[tuple[str, ...]] = [("GiB per GPU", "generate", "score", "update", "sync")]
     for name, numbers in table.items():
-        lines.append((name, *(gib(number) if number else "" for number in numbers)))
+        lines.append((name, *(in_gib(number) if number else "" for number in numbers)))
     return text_table(lines)
 
 

@@ -27,7 +27,7 @@ from trainer import load_config, recipe_command
 from trainer.cli import main, plan
 from trainer.config.checks import check_fields
 from trainer.config.compose import as_object, compose_tree, known_settings
-from trainer.config.keys import config_keys, known_arguments, named_keys, read
+from trainer.config.keys import config_keys, known_arguments, named_keys, value_at
 from trainer.config.schema import Recipe
 from trainer.config.settings import jobs_of, unknown_key
 from trainer.launch import ALL_FOUND, nominal_placement
@@ -345,7 +345,7 @@ def keys_by_ending() -> dict[str, list[tuple[str, str]]]:
         default = recipe.schema()
         for key in config_keys(recipe.schema):
             if key.takes_any:
-                names += [f"{key.name}.{entry}" for entry in read(default, key.name) or ()]
+                names += [f"{key.name}.{entry}" for entry in value_at(default, key.name) or ()]
         for key_name in dict.fromkeys(names):
             parts = key_name.split(".")
             for first in range(len(parts)):
@@ -372,7 +372,7 @@ def is_named_by_users(name: str, recipe: Recipe[Any]) -> bool:
     default = recipe.schema()
     return any(
         name.startswith(f"{key.name}.")
-        and not read(default, key.name)  # such as `timeouts`, whose names are fixed
+        and not value_at(default, key.name)  # such as `timeouts`, whose names are fixed
         and not unknown_key(name, recipe)
         for key in config_keys(recipe.schema)
         if key.takes_any or key.rules.arguments_of

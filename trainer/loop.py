@@ -21,7 +21,7 @@ from typing import Any, ClassVar, TypeVar
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.hooks import Hooks
 from trainer.recovery import Recovery, leave_drained_nodes
-from trainer.run_folder.folder import committed
+from trainer.run_folder.folder import saved_steps
 from trainer.run_folder.metrics import describe_reached_target
 from trainer.run_folder.resume import IS_LAST
 from trainer.run_folder.timeline import Timeline, call_timings
@@ -379,7 +379,7 @@ class Loop:
             group = run.groups[self.trainer.recipe.role]
             folder = run.checkpoints.write_model(run.step, group)
             return f"model: {Path(run.config.trainer.default_local_dir) / folder.name}"
-        if not committed(run.folder):
+        if not saved_steps(run.folder):
             return "warning: no model was saved (trainer.save_final=false, no checkpoint)"
         return ""
 

@@ -83,17 +83,17 @@ def memory_table(
     is_small = not any(number and number >= GIB for row in table for number in row)
     lines: list[tuple[str, ...]] = [HEAD]
     for role, row in zip(roles, table, strict=True):
-        cells = (gib(number and number * (1024 if is_small else 1)) for number in row)
+        cells = (in_gib(number and number * (1024 if is_small else 1)) for number in row)
         lines.append((role.role, role.pool, role.types, *cells))
     unit = "GPU" if devices.type == "cuda" else "device"
     sums = []
     for pool, total in pool_bytes(roles).items():
         largest = max((role for role in roles if role.pool == pool), key=lambda role: role.call)
-        peak = f"{pool}: {size(total)} per {unit} at peak, in a call of {largest.role}"
+        peak = f"{pool}: {size_text(total)} per {unit} at peak, in a call of {largest.role}"
         verdict = _verdict(roles, pool, total, devices)
-        sums.append(f"{pool} {size(total)}{verdict}" if brief else f"{peak}{verdict}")
+        sums.append(f"{pool} {size_text(total)}{verdict}" if brief else f"{peak}{verdict}")
     copies = [
-        f"{pool} {size(sum(role.copies for role in roles if role.pool == pool))}"
+        f"{pool} {size_text(sum(role.copies for role in roles if role.pool == pool))}"
         for pool in dict.fromkeys(role.pool for role in roles if role.copies)
     ]
     host = []
@@ -116,16 +116,16 @@ def memory_table(
     return "\n".join([*sums, title, *table_lines, *asleep, *host])
 
 
-def gib(number: float | None) -> str:
+def in_gib(number: float | None) -> str:
     """Return bytes as GiB: with two significant digits, or from 10 GiB on without decimals."""
     if not number:
         return "?" if number is None else "0"
     return f"{number / GIB:.{max(0, 1 - math.floor(math.log10(number / GIB)))}f}"
 
 
-def size(number: float) -> str:
+def size_text(number: float) -> str:
     """Return bytes with their unit: MiB below 1 GiB."""
-    return f"{gib(number)} GiB" if number >= GIB else f"{gib(number * 1024)} MiB"
+    return f"{in_gib(number)} GiB" if number >= GIB else f"{in_gib(number * 1024)} MiB"
 
 
 def _verdict(roles: Sequence[RoleMemory], pool: str, total: float, devices: Devices) -> str:
@@ -134,7 +134,7 @@ def _verdict(roles: Sequence[RoleMemory], pool: str, total: float, devices: Devi
     usable = _usable(roles, pool, devices.type, devices.bytes)
     if total <= usable:
         return f", fits ({_room(usable, devices.bytes)})"
-    return f", does NOT fit: {gib(total - usable)} GiB too much ({_room(usable, devices.bytes)})"
+    return f", does NOT fit: {in_gib(total - usable)} GiB too much ({_room(usable, devices.bytes)})"
 
 
 def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_bytes: int) -> float:
@@ -145,8 +145,8 @@ def _usable(roles: Sequence[RoleMemory], pool: str, device_type: str, device_byt
 def _room(usable: float, device_bytes: int) -> str:
     """Describe the usable GiB of a device."""
     if usable == device_bytes:
-        return f"{gib(device_bytes)} GiB usable: the engine's share includes its workspaces"
-    return f"{gib(usable)} of {gib(device_bytes)} GiB usable"
+        return f"{in_gib(device_bytes)} GiB usable: the engine's share includes its workspaces"
+    return f"{in_gib(usable)} of {in_gib(device_bytes)} GiB usable"
 
 
 def fits(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> bool:
@@ -217,7 +217,7 @@ def check_fit(
         if total > usable:
             roles = [role for role in roles if role.pool == pool]
             parts = "; ".join(
-                f"{role.role}: {gib(role.resident)} GiB resident and {gib(role.call)} GiB in a call"
+                f"{role.role}: {in_gib(role.resident)} GiB resident, {in_gib(role.call)} GiB in a call"
                 for role in roles
             )
             sizes = {
@@ -229,8 +229,8 @@ def check_fit(
             }
             ways = sorted(ways_out, key=sizes.__getitem__, reverse=True)
             raise ConfigError(
-                f"pool {pool!r} does not fit: its roles need {gib(total)} GiB per "
-                f"{'GPU' if device_type == 'cuda' else 'device'}, {gib(total - usable)} GiB too "
+                f"pool {pool!r} does not fit: its roles need {in_gib(total)} GiB per "
+                f"{'GPU' if device_type == 'cuda' else 'device'}, {in_gib(total - usable)} GiB too "
                 f"much ({_room(usable, device_bytes)}). {parts}. First "
                 f"{'; then '.join(ways_out[part] for part in ways if sizes[part])}."
             )

@@ -256,7 +256,7 @@ class StubGroup(WorkerGroup):
     """The group of one role."""
 
     def __init__(self, groups: StubGroups, role: str, pool: str) -> None:
-        self.groups, self.pool, self.config = groups, pool, groups.config.of_role(role)
+        self.groups, self.pool, self.config = groups, pool, groups.config.for_role(role)
         self.submitted: list[DataProto] = []
         """The rows that a rollout is generating."""
         # a call on one rank of a rollout has all rows

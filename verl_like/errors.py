@@ -123,10 +123,10 @@ def pickling_message(why: object) -> str:
     return f"arguments or result cannot be pickled for another process: {why}"
 
 
-def few(words: Sequence[str], most: int = 8) -> str:
+def join_few(words: Sequence[str], limit: int = 8) -> str:
     """Return the first `most` names and the number of the others, to keep messages short."""
-    listed = ", ".join(words[:most])
-    return listed if len(words) <= most else f"{listed} and {len(words) - most} more"
+    listed = ", ".join(words[:limit])
+    return listed if len(words) <= limit else f"{listed} and {len(words) - limit} more"
 
 
 def nearest_divisors(size: int, total: int) -> str:

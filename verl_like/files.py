@@ -34,13 +34,13 @@ def is_remote(name: object) -> bool:
     return match is not None and match[1] != ON_HUB
 
 
-def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None:
+def write_atomic(path: Path, contents: str | bytes, to_disk: bool = True) -> None:
     """Write a temporary file, force it to the disk, then rename it to `path`.
 
     If `path` is a link, the file replaces the link. With `to_disk=False` the file is not forced to
     the disk: it survives this process, but maybe not a failure of the machine.
     """
-    draft = draft_beside(path)
+    draft = draft_path(path)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(draft, flags, 0o666)
     try:
@@ -58,9 +58,9 @@ def write_whole(path: Path, contents: str | bytes, to_disk: bool = True) -> None
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Context with a new folder, which replaces `folder` at the end; an error removes it."""
-    draft = draft_beside(folder)
+    draft = draft_path(folder)
     draft.mkdir(parents=True)
     try:
         yield draft
@@ -69,7 +69,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def draft_beside(path: Path) -> Path:
+def draft_path(path: Path) -> Path:
     """Return a random name in the same folder, under which nobody could have planted a link."""
     return path.with_name(DRAFT + secrets.token_hex(8))
 

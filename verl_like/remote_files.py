@@ -1,6 +1,6 @@
 """Files in object stores and other file systems that `fsspec` knows: `s3://bucket/folder/file`.
 
-`fetched` returns a local copy. fsspec is imported only for paths with a scheme, and the package of
+`local_copy` returns a local copy. fsspec is imported only for paths with a scheme, and the package of
 a scheme, such as s3fs, only for its paths.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError, VerlLikeError, nearest
-from verl_like.files import cache_folder, draft_beside
+from verl_like.files import cache_folder, draft_path
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class RemoteFolder:
     def get(self, name: str, info: dict[str, Any], to: Path) -> None:
         """Download a file: it appears whole or not at all."""
         to.parent.mkdir(parents=True, exist_ok=True)
-        draft = draft_beside(to)
+        draft = draft_path(to)
         try:
             self.system.get_file(self.path(name), str(draft))
             size = draft.stat().st_size
@@ -145,7 +145,7 @@ def _version(files: dict[str, dict[str, Any]]) -> str:
     return version_of({name: version_of(info) for name, info in files.items()})
 
 
-def fetched(url: str, key: str, is_needed: Callable[[str], bool] = lambda name: True) -> Path:
+def local_copy(url: str, key: str, is_needed: Callable[[str], bool] = lambda name: True) -> Path:
     """Return the local copy of a remote file or folder, downloaded once per node and version.
 
     Only files whose relative name passes `is_needed` are sure to be there. The call returns when

@@ -69,20 +69,20 @@ class MethodColumns:
     """True if the score stage calls the method."""
 
 
-def _generated(
+def _generated_column(
     name: str, shape: str, dtype: str, note: str = "", is_loaded: bool = False
 ) -> Column:
     """Return a column that the rollout writes."""
     return Column(name, shape, dtype, note, "rollout", "generate_sequences", is_loaded)
 
 
-def _of_role(name: str, writer: str, note: str = "") -> Column:
+def _role_column(name: str, writer: str, note: str = "") -> Column:
     """Return a column with one number per response token, written by a role's method."""
     role, _, method = writer.partition(".")
     return Column(name, "[rows, R]", "float32", note, role, method)
 
 
-def _loaded(name: str, note: str = "") -> Column:
+def _loaded_column(name: str, note: str = "") -> Column:
     """Return a column with one object per row, from the prompt's row in the data."""
     return Column(name, "[rows]", "object", note, is_loaded=True)
 
@@ -94,41 +94,41 @@ ROUTED = "routed_experts"
 COLUMNS: dict[str, Column] = {
     column.name: column
     for column in (
-        _generated("prompts", "[rows, P]", "int64"),
-        _generated("responses", "[rows, R]", "int64"),
-        _generated("input_ids", "[rows, T]", "int64", is_loaded=True),
-        _generated("attention_mask", "[rows, T]", "int64", is_loaded=True),
-        _generated("position_ids", "[rows, T]", "int64", is_loaded=True),
-        _generated("response_mask", "[rows, R]", "int64"),
-        _generated("rollout_log_probs", "[rows, R]", "float32"),
-        _generated(
+        _generated_column("prompts", "[rows, P]", "int64"),
+        _generated_column("responses", "[rows, R]", "int64"),
+        _generated_column("input_ids", "[rows, T]", "int64", is_loaded=True),
+        _generated_column("attention_mask", "[rows, T]", "int64", is_loaded=True),
+        _generated_column("position_ids", "[rows, T]", "int64", is_loaded=True),
+        _generated_column("response_mask", "[rows, R]", "int64"),
+        _generated_column("rollout_log_probs", "[rows, R]", "float32"),
+        _generated_column(
             "rollout_truncated_log_probs", "[rows, R]", "float32", " (if truncated_log_probs)"
         ),
-        _generated(
+        _generated_column(
             ROUTED,
             "[rows, T, layers, choices]",
             "uint8",
             " (with actor.router_replay.mode=R3; int16 above 256 experts)",
         ),
-        _generated("token_versions", "[rows, R]", "int32"),
-        _generated("policy_version", "[rows]", "int64"),
-        _generated("sample_hash", "[rows]", "int64"),
-        _generated("finish_reason", "[rows]", "object"),
-        _generated("turn", "[rows, R]", "int64", " (trajectories)"),
-        _generated("environment_rewards", "[rows, R]", "float32", " (trajectories)"),
-        _generated("ended", "[rows]", "object", " (trajectories)"),
-        _generated(TRAJECTORY, "[rows]", "object", " (trajectories)"),
+        _generated_column("token_versions", "[rows, R]", "int32"),
+        _generated_column("policy_version", "[rows]", "int64"),
+        _generated_column("sample_hash", "[rows]", "int64"),
+        _generated_column("finish_reason", "[rows]", "object"),
+        _generated_column("turn", "[rows, R]", "int64", " (trajectories)"),
+        _generated_column("environment_rewards", "[rows, R]", "float32", " (trajectories)"),
+        _generated_column("ended", "[rows]", "object", " (trajectories)"),
+        _generated_column(TRAJECTORY, "[rows]", "object", " (trajectories)"),
         Column("response_text", "[rows]", "object", "the first stage that decodes responses"),
-        _of_role("old_log_probs", "actor.compute_log_prob"),
-        _of_role("entropys", "actor.compute_log_prob"),
+        _role_column("old_log_probs", "actor.compute_log_prob"),
+        _role_column("entropys", "actor.compute_log_prob"),
         Column("rollout_is_weights", "[rows, R]", "float32", "the driver's correct_rollout"),
-        _of_role("sum_pi_squared", "actor.compute_log_prob", " (for some estimators)"),
-        _of_role("ref_log_prob", "ref.compute_ref_log_prob"),
-        _of_role("values", "critic.compute_values"),
+        _role_column("sum_pi_squared", "actor.compute_log_prob", " (for some estimators)"),
+        _role_column("ref_log_prob", "ref.compute_ref_log_prob"),
+        _role_column("values", "critic.compute_values"),
         Column(
             "value_version", "[rows]", "int64", " (on generators)", "critic_copy", "compute_values"
         ),
-        _of_role("rm_scores", "reward_model.compute_rm_score"),
+        _role_column("rm_scores", "reward_model.compute_rm_score"),
         Column("token_level_scores", "[rows, R]", "float32", "the reward"),
         Column("step_ends", "[rows, R]", "bool", "the reward"),
         Column("token_level_rewards", "[rows, R]", "float32", "the driver's KL penalty"),
@@ -143,14 +143,14 @@ COLUMNS: dict[str, Column] = {
         Column("sample_index", "[rows]", "int64", "the driver's repeat by rollout.n"),
         Column("sample_number", "[rows]", "int64", "the driver's balance (if it shuffles)"),
         Column("reward_baselines", "[rows]", "float32", "the driver's with_baselines (for remax)"),
-        _loaded("uid"),
-        _loaded("raw_prompt"),
-        _loaded("data_source"),
-        _loaded("reward_model"),
-        _loaded("extra_info"),
-        _loaded("row_columns", " (if rows have further columns)"),
-        _loaded("players", " (if environments have several players)"),
-        _loaded("images", " (if rows have images)"),
+        _loaded_column("uid"),
+        _loaded_column("raw_prompt"),
+        _loaded_column("data_source"),
+        _loaded_column("reward_model"),
+        _loaded_column("extra_info"),
+        _loaded_column("row_columns", " (if rows have further columns)"),
+        _loaded_column("players", " (if environments have several players)"),
+        _loaded_column("images", " (if rows have images)"),
     )
 }
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_like.errors import ConfigError
-from verl_like.files import cache_folder, write_whole
+from verl_like.files import cache_folder, write_atomic
 
 MAX_PIXELS = 100_000_000
 """Larger images are rejected, since a small file can contain a huge image."""
@@ -120,7 +120,7 @@ def _stored(data: bytes) -> tuple[str, str]:
     path = folder / sha
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_whole(path, data)
+        write_atomic(path, data)
     return str(path), sha
 
 

@@ -70,15 +70,15 @@ class RoleMemory:
         if self.sleeps:
             return 0.0
         between_calls = self.weights + self.moments - self.host + self.kv_cache
-        return between_calls + self._of_call * self.beside_engine
+        return between_calls + self._call_bytes * self.beside_engine
 
     @property
     def call(self) -> float:
         """Additional bytes during a call, including those that are offloaded between calls."""
-        return 0.0 if self.beside_engine else self._of_call
+        return 0.0 if self.beside_engine else self._call_bytes
 
     @property
-    def _of_call(self) -> float:
+    def _call_bytes(self) -> float:
         if self.sleeps:
             return self.weights + max(self.kv_cache, self.sync)
         of_pass = self.gradients + self.gathered + (self.activations or 0.0)

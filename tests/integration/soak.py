@@ -30,7 +30,7 @@ from trainer import load_config, run
 from trainer.async_training import generators
 from trainer.async_training.recipe import ASYNC
 from trainer.run_folder import remote
-from trainer.run_folder.folder import committed
+from trainer.run_folder.folder import saved_steps
 
 STEPS, QUIET = 200, 5
 """The steps of the run, and the last of them without a disturbance."""
@@ -94,7 +94,7 @@ def main(tiny: Path, folder: Path, seed: int, patch: pytest.MonkeyPatch) -> dict
             "events": Counter(event for _, event, _ in soak.seen),
             "metrics": lines(here_folder),
             "async": json.loads((here_folder / "async.json").read_text()),
-            "saved": [committed(here_folder), committed(there.folder)],
+            "saved": [saved_steps(here_folder), saved_steps(there.folder)],
             "log": (folder / "logs" / "log").read_text(),
         }
 

@@ -14,7 +14,7 @@ from tests import ROOT
 from tests.integration.runs import FEW_ROWS, POLICY_ALONE, lines, overrides
 from tests.integration.slow_steps import LOST_IN, SIGNALED_IN
 from tests.waiting import wait_until
-from trainer.run_folder.folder import committed
+from trainer.run_folder.folder import saved_steps
 
 MARK = "TEST_OF_STOP_SIGNALS"
 """Environment variable of all processes of a run."""
@@ -63,7 +63,7 @@ def assert_stops(
         saved = folder / f"global_step_{SIGNALED_IN}"
         where = f"after step {SIGNALED_IN} of 9, saved in {saved}"
         assert f"\nStopped by {number} {where}; " in done.stderr, output
-        assert SIGNALED_IN in committed(folder)
+        assert SIGNALED_IN in saved_steps(folder)
         assert [line["step"] for line in lines(folder)] == [1, 2, 3]
         if part == "validation":
             assert any(name.startswith("val") for name in lines(folder)[-1])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.files import whole_folder, write_whole
+from verl_like.files import atomic_folder, write_atomic
 
 
 def names_in(folder: Path) -> list[str]:
@@ -21,7 +21,7 @@ def test_a_file_is_written_past_planted_links(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("page", "page.part", "page.tmp", ".page.part"):
         (folder / name).symlink_to(victim)
-    write_whole(folder / "page", "new")
+    write_atomic(folder / "page", "new")
     assert victim.read_text() == "unchanged"
     assert (folder / "page").read_text() == "new"
     assert not (folder / "page").is_symlink()
@@ -34,8 +34,8 @@ def test_a_draft_cannot_be_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("secrets.token_hex", lambda *_: "known")
     (tmp_path / ".draft-known").symlink_to(victim)
     with pytest.raises(FileExistsError):
-        write_whole(tmp_path / "page", "new")
-    with pytest.raises(FileExistsError), whole_folder(tmp_path / "model"):
+        write_atomic(tmp_path / "page", "new")
+    with pytest.raises(FileExistsError), atomic_folder(tmp_path / "model"):
         pass
     assert victim.read_text() == "unchanged"
     assert (tmp_path / ".draft-known").is_symlink()
@@ -44,14 +44,14 @@ def test_a_draft_cannot_be_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_file_that_cannot_be_replaced_leaves_no_draft(tmp_path: Path) -> None:
     (tmp_path / "page").mkdir()
     with pytest.raises(OSError, match="directory"):
-        write_whole(tmp_path / "page", "new")
+        write_atomic(tmp_path / "page", "new")
     assert names_in(tmp_path) == ["page"]
 
 
 def test_a_new_file_has_the_mode_of_other_new_files(tmp_path: Path) -> None:
     (tmp_path / "plain").touch()
     for name in ("page", "long" * 63):
-        write_whole(tmp_path / name, "new")
+        write_atomic(tmp_path / name, "new")
         assert os.stat(tmp_path / name).st_mode == os.stat(tmp_path / "plain").st_mode
 
 
@@ -60,10 +60,10 @@ def test_a_folder_is_written_past_planted_links(tmp_path: Path) -> None:
     for path in (victim, folder):
         path.mkdir()
     (folder / "model.part").symlink_to(victim)
-    with whole_folder(folder / "model") as draft:
+    with atomic_folder(folder / "model") as draft:
         (draft / "weights").write_text("new")
         assert stat.S_ISDIR(os.lstat(draft).st_mode)
-    with pytest.raises(KeyError), whole_folder(folder / "model"):
+    with pytest.raises(KeyError), atomic_folder(folder / "model"):
         raise KeyError
     assert names_in(victim) == []
     assert names_in(folder) == ["model", "model.part"]

@@ -14,7 +14,7 @@ from verl_like.files import (
     json_objects,
     parse_json,
     text_lines,
-    write_whole,
+    write_atomic,
 )
 
 STRINGS = [
@@ -32,7 +32,7 @@ STRINGS = [
 def test_a_string_survives_a_line_of_json(text: str, tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     line = json_line({"text": text, text: [text]})
-    write_whole(path, line * 2)
+    write_atomic(path, line * 2)
     assert len(path.read_text(encoding="utf-8").splitlines()) == 2, (
         "also for readers that split at other line ends"
     )

@@ -17,7 +17,7 @@ import pytest
 from tests.object_store import BUCKET, Proxy, s3_through_proxy
 from verl_like.errors import ConfigError
 from verl_like.files import cache_folder, is_remote
-from verl_like.remote_files import RemoteFolder, fetched, remote_version
+from verl_like.remote_files import RemoteFolder, local_copy, remote_version
 
 
 @pytest.fixture(autouse=True)
@@ -62,30 +62,30 @@ def test_a_folder_is_fetched_once_per_version(tmp_path: Path, proxy: Proxy) -> N
     for store in stores(tmp_path):
         write(f"{store}/model/config.json", b"{}")
         write(f"{store}/model/deep er/weights", b"123")
-        copy = fetched(f"{store}/model/", "model.path")
+        copy = local_copy(f"{store}/model/", "model.path")
         assert (copy / "deep er" / "weights").read_bytes() == b"123"
         (copy / "config.json").write_text("kept")
-        assert fetched(f"{store}/model", "model.path") == copy
+        assert local_copy(f"{store}/model", "model.path") == copy
         assert (copy / "config.json").read_text() == "kept"
         before = remote_version(f"{store}/model", "model.path")
         write(f"{store}/model/config.json", b"{ }")
         assert remote_version(f"{store}/model", "model.path") != before
-        assert (fetched(f"{store}/model", "model.path") / "config.json").read_bytes() == b"{ }"
+        assert (local_copy(f"{store}/model", "model.path") / "config.json").read_bytes() == b"{ }"
 
 
 def test_a_file_keeps_its_name(tmp_path: Path, proxy: Proxy) -> None:
     for store in stores(tmp_path):
         write(f"{store}/train.parquet", b"rows")
-        copy = fetched(f"{store}/train.parquet", "data.train_files")
+        copy = local_copy(f"{store}/train.parquet", "data.train_files")
         assert (copy.name, copy.read_bytes()) == ("train.parquet", b"rows")
 
 
 def test_only_wanted_files_are_fetched_until_all_are_wanted(tmp_path: Path) -> None:
     write("memory://wanted/config.json", b"{}")
     write("memory://wanted/weights", b"123")
-    small = fetched("memory://wanted", "model.path", lambda name: name.endswith(".json"))
+    small = local_copy("memory://wanted", "model.path", lambda name: name.endswith(".json"))
     assert [path.name for path in small.iterdir()] == ["config.json"]
-    assert fetched("memory://wanted", "model.path") == small
+    assert local_copy("memory://wanted", "model.path") == small
     assert (small / "weights").read_bytes() == b"123"
 
 
@@ -95,15 +95,17 @@ def test_a_file_whose_connection_is_cut_is_not_there(tmp_path: Path, proxy: Prox
     proxy.bytes_per_s = 1 << 20
     threading.Timer(1.0, lambda: setattr(proxy, "is_cut", True)).start()
     with pytest.raises(ConfigError, match=f"model.path=s3://{BUCKET}/large is not accessible: "):
-        fetched(f"s3://{BUCKET}/large", "model.path")
+        local_copy(f"s3://{BUCKET}/large", "model.path")
     assert not [path for path in cache_folder("remote").rglob("*large*")]
     proxy.is_cut, proxy.bytes_per_s = False, None
-    assert fetched(f"s3://{BUCKET}/large", "model.path").stat().st_size == 4 << 20
+    assert local_copy(f"s3://{BUCKET}/large", "model.path").stat().st_size == 4 << 20
 
 
 def test_processes_wait_for_the_one_that_downloads(tmp_path: Path) -> None:
     write("file://" + str(tmp_path / "store" / "large"), bytes(1 << 22))
-    code = "import sys; from verl_like.remote_files import fetched as f; print(f(sys.argv[1], 'k'))"
+    code = (
+        "import sys; from verl_like.remote_files import local_copy as f; print(f(sys.argv[1], 'k'))"
+    )
     command = [sys.executable, "-c", code, f"file://{tmp_path}/store"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     (copy,) = {process.communicate()[0].strip() for process in started}
@@ -126,7 +128,7 @@ def test_processes_wait_for_the_one_that_downloads(tmp_path: Path) -> None:
 )
 def test_a_path_that_cannot_work_is_one_sentence_with_its_key(url: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        fetched(url, "model.path")
+        local_copy(url, "model.path")
     assert "\n" not in str(error.value)
 
 
@@ -134,21 +136,21 @@ def test_missing_credentials_and_buckets_are_named(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="data.train_files=s3://other/x"):
-        fetched("s3://other/x", "data.train_files")
+        local_copy("s3://other/x", "data.train_files")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.raises(ConfigError, match=r"is not accessible: .*redentials"):
-        fetched(f"s3://{BUCKET}/x", "data.train_files")
+        local_copy(f"s3://{BUCKET}/x", "data.train_files")
 
 
 def test_names_outside_of_the_folder_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = fsspec.filesystem("memory")
     monkeypatch.setattr(memory, "find", lambda root, detail: {f"{root}/../../x": {"size": 1}})
     with pytest.raises(ConfigError, match="unsafe name"):
-        fetched("memory://evil", "model.path")
+        local_copy("memory://evil", "model.path")
     assert not cache_folder("remote").exists()
 
 

@@ -79,7 +79,7 @@ class RowKeys(RunKeys, total=False):
     ref: Section
 
 
-OF_RUNS = {
+RUN_NAMES = {
     "batch_size": "data.train_batch_size",
     "epochs": "trainer.total_epochs",
     "seed": "trainer.seed",
@@ -89,7 +89,7 @@ OF_RUNS = {
     "validate_every": "trainer.test_freq",
     "logger": "trainer.logger",
 }
-OF_PPO = {
+PPO_NAMES = {
     "lr": "actor_rollout_ref.actor.optim.lr",
     "critic_lr": "critic.optim.lr",
     "n": "actor_rollout_ref.rollout.n",
@@ -103,14 +103,14 @@ OF_PPO = {
     "lora_rank": "actor_rollout_ref.model.lora_rank",
     "lora_alpha": "actor_rollout_ref.model.lora_alpha",
     "engine": "actor_rollout_ref.rollout.name",
-} | OF_RUNS
-OF_ROWS = {
+} | RUN_NAMES
+ROW_NAMES = {
     "lr": "optim.lr",
     "max_length": "data.max_length",
     "lora_rank": "model.lora_rank",
     "lora_alpha": "model.lora_alpha",
-} | OF_RUNS
-OF_TRL = {
+} | RUN_NAMES
+TRL_NAMES = {
     "beta": "kl_loss_coef",
     "epsilon": "clip_ratio",
     "eval_steps": "validate_every",
@@ -123,14 +123,14 @@ OF_TRL = {
     "save_steps": "save_every",
 }
 """Accepted names of TRL -> this project's flat name or key for the same value."""
-PPO_OBJECTS_OF_TRL = {
+TRL_PPO_OBJECTS = {
     "train_dataset": "prompts",
     "eval_dataset": "val_prompts",
     "processing_class": "tokenizer",
     "reward_funcs": "reward",
 }
 """TRL's name -> our name of an argument of PPO that is not a setting."""
-ROW_OBJECTS_OF_TRL = {
+TRL_ROW_OBJECTS = {
     "train_dataset": "rows",
     "eval_dataset": "val_rows",
     "processing_class": "tokenizer",
@@ -138,7 +138,7 @@ ROW_OBJECTS_OF_TRL = {
 """TRL's name -> our name of an argument of sft, reward-model and dpo that is not a setting."""
 LIKE_TRL = {"report_to": "logger"}
 """TRL's name -> a flat name whose values mean something else; the error for TRL's suggests it."""
-SIZES_OF_TRL = ("per_device_train_batch_size", "gradient_accumulation_steps")
+TRL_BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
 """TRL's names whose product, times its processes, is a batch."""
 SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use_kl_loss"}
 """Key of a coefficient -> the key that enables its loss term; a coefficient of 0 disables it."""
@@ -151,7 +151,7 @@ def named(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
 
 def trl_names(names: Mapping[str, str]) -> list[str]:
     """Return the names of TRL that a recipe with these flat names accepts for its settings."""
-    return [trl for trl, ours in OF_TRL.items() if ours in names or "." in ours]
+    return [trl for trl, ours in TRL_NAMES.items() if ours in names or "." in ours]
 
 
 def renamed(keywords: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def settings_of(
     keywords: Mapping[str, Any], names: Mapping[str, str], recipe: Recipe[Any]
 ) -> dict[str, Any]:
     """Return a call's keywords (flat names, sections as dicts, dotted keys) as dotted keys."""
-    keywords = renamed(keywords, {name: OF_TRL[name] for name in trl_names(names)})
+    keywords = renamed(keywords, {name: TRL_NAMES[name] for name in trl_names(names)})
     others = {name: value for name, value in keywords.items() if name not in names}
     for name in others:
         if "." not in name and unknown_key(name, recipe):
@@ -202,11 +202,11 @@ def _unknown(name: str, names: Mapping[str, str], recipe: Recipe[Any]) -> str:
         hint = " Pass it to fit, as in fit(steps=5)."
     elif name == "args":
         hint = " TRL's args=...Config(...) is not read: pass its fields as keywords."
-    elif name in SIZES_OF_TRL:
+    elif name in TRL_BATCH_SIZES:
         rows, per_prompt = ("completions", " / num_generations") if "n" in names else ("rows", "")
         hint = (
             f" TRL counts {rows} of one process. Here batch_size is for all: batch_size = "
-            f"{' * '.join(SIZES_OF_TRL)} * processes{per_prompt}."
+            f"{' * '.join(TRL_BATCH_SIZES)} * processes{per_prompt}."
         )
     elif LIKE_TRL.get(name) in names:
         hint = f" TRL's {name} is {LIKE_TRL[name]!r} here."

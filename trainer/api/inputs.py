@@ -32,7 +32,7 @@ import torch
 
 from trainer.data.files import DATA_SOURCE, ground_truth_of
 from verl_like.errors import ConfigError, nearest
-from verl_like.files import json_line, write_whole
+from verl_like.files import json_line, write_atomic
 from workers.images import as_png, is_picture
 from workers.rewards.call import RewardCall
 
@@ -199,7 +199,7 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
             f"{subject}: the checkpoints in {path.parents[1]} are of a run on different rows "
             f"({path}). Pass the same rows, or choose another folder."
         )
-    write_whole(path, text)
+    write_atomic(path, text)
     return str(path)
 
 
@@ -211,7 +211,7 @@ def _plain(value: Any, folder: Path) -> Any:
         data = as_png(value)
         path = folder / "images" / f"{hashlib.sha256(data).hexdigest()}.png"
         path.parent.mkdir(exist_ok=True)
-        write_whole(path, data)
+        write_atomic(path, data)
         return str(path.relative_to(folder))
     raise TypeError(f"JSON cannot represent {value!r:.60}, of type {type(value).__name__}")
 
@@ -311,8 +311,8 @@ def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, st
             "open files, locks and connections are not."
         ) from err
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path.with_suffix(".pkl"), pickled.getvalue())
-    write_whole(path.with_suffix(".py"), LOADER)
+    write_atomic(path.with_suffix(".pkl"), pickled.getvalue())
+    write_atomic(path.with_suffix(".py"), LOADER)
     return str(path.with_suffix(".py")), "compute_score"
 
 

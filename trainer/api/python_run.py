@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec, TypeVar
 
-from trainer.api.flat_names import OF_ROWS, settings_of
+from trainer.api.flat_names import ROW_NAMES, settings_of
 from trainer.api.inputs import (
     FILE_ENDINGS,
     Row,
@@ -33,7 +33,7 @@ from trainer.data.formats import json_rows
 from trainer.data.lm_rows import with_refs
 from trainer.hooks import check_callbacks
 from trainer.launch import run
-from trainer.run_folder.folder import committed, read_marker
+from trainer.run_folder.folder import read_marker, saved_steps
 from trainer.run_folder.result import RunResult
 from verl_like.calls.messages import RAISED_IN
 from verl_like.errors import ConfigError, VerlLikeError
@@ -82,7 +82,7 @@ class PythonRun:
     """Arguments after the model in an example of a call."""
     _model_sections: ClassVar[Mapping[str, str]] = {"model": "model"}
     """Role of a model -> its section of the configuration; a single model belongs to the first."""
-    _flat_names: ClassVar[Mapping[str, str]] = OF_ROWS
+    _flat_names: ClassVar[Mapping[str, str]] = ROW_NAMES
     """Flat name -> the key that it sets."""
     _presets: ClassVar[Mapping[str, str]] = {}
     """Settings of the class, which the call may override."""
@@ -211,7 +211,7 @@ class PythonRun:
         name = self._data_names[key]
         items = self._rows_of(key, rows_in_memory(rows, name), settings)
         path = inputs / f"{key.rpartition('.')[2]}.jsonl"
-        is_new = key != "data.train_files" or not committed(self.folder)
+        is_new = key != "data.train_files" or not saved_steps(self.folder)
         return write_rows(items, name, path, may_differ=is_new)
 
     def _rows_of(self, key: str, items: Sequence[Any], settings: Mapping[str, Any]) -> list[Row]:
@@ -295,7 +295,7 @@ class PythonRun:
         mode = self.settings.get("trainer.resume_mode", "auto")
         if mode == "resume_path" and start is not None:
             return int(read_marker(Path(start))["step"])
-        return max(committed(self.folder), default=0) if mode == "auto" else 0
+        return max(saved_steps(self.folder), default=0) if mode == "auto" else 0
 
 
 def require_counts(**counts: int | None) -> dict[str, int]:

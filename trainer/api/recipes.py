@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from trainer.api.flat_names import (
-    OF_PPO,
-    OF_ROWS,
-    PPO_OBJECTS_OF_TRL,
-    ROW_OBJECTS_OF_TRL,
+    PPO_NAMES,
+    ROW_NAMES,
+    TRL_PPO_OBJECTS,
+    TRL_ROW_OBJECTS,
     PPOKeys,
     RowKeys,
     Section,
@@ -59,7 +59,7 @@ class PPO(PythonRun):
 
     _recipe_path = "trainer.ppo.recipe.PPO"
     _example = '["Say a joke."], lambda response: len(response)'
-    _flat_names = OF_PPO
+    _flat_names = PPO_NAMES
     _data_names = {"data.train_files": "prompts", "data.val_files": "val_prompts"}
     _model_sections = {
         "actor": "actor_rollout_ref.model",
@@ -149,10 +149,10 @@ class PPO(PythonRun):
                 `actor_rollout_ref={"actor": {"entropy_coeff": 0.01}}`, or names of TRL
                 such as `num_generations` and `train_dataset`.
         """
-        arguments = named([*OF_PPO, *PPO_OBJECTS_OF_TRL.values()], locals())
-        settings = renamed({**keys, **arguments}, PPO_OBJECTS_OF_TRL)
+        arguments = named([*PPO_NAMES, *TRL_PPO_OBJECTS.values()], locals())
+        settings = renamed({**keys, **arguments}, TRL_PPO_OBJECTS)
         prompts, val_prompts, tokenizer, reward = (
-            settings.pop(name, None) for name in PPO_OBJECTS_OF_TRL.values()
+            settings.pop(name, None) for name in TRL_PPO_OBJECTS.values()
         )
         self._require(model=model, prompts=prompts)
         if reward is not None:
@@ -323,12 +323,10 @@ class RowsRun(PythonRun):
             keys: keys of the configuration, such as `optim={"weight_decay": 0.1}`, or names of TRL
                 such as `output_dir` and `train_dataset`.
         """
-        arguments = named([*OF_ROWS, *ROW_OBJECTS_OF_TRL.values()], locals())
-        settings = renamed({**keys, **arguments}, ROW_OBJECTS_OF_TRL)
+        arguments = named([*ROW_NAMES, *TRL_ROW_OBJECTS.values()], locals())
+        settings = renamed({**keys, **arguments}, TRL_ROW_OBJECTS)
         model = settings.pop("model", None) if model is None else model
-        rows, val_rows, tokenizer = (
-            settings.pop(name, None) for name in ROW_OBJECTS_OF_TRL.values()
-        )
+        rows, val_rows, tokenizer = (settings.pop(name, None) for name in TRL_ROW_OBJECTS.values())
         self._require(model=model, rows=rows)
         data = {"data.train_files": rows, "data.val_files": val_rows}
         super().__init__(model, data, tokenizer=tokenizer, callbacks=callbacks, keys=settings)

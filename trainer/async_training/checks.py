@@ -159,7 +159,7 @@ def _check_generators(config: AsyncConfig) -> list[str]:
                 f"{where}: generators are numbered from 0, and this run has "
                 f"{topology.generators}. Use a smaller number, or more generators."
             )
-        of_generator = config.of_role(generator_role(generator))
+        of_generator = config.for_role(generator_role(generator))
         try:
             check_fields(of_generator)
             reject(of_generator)
@@ -235,7 +235,7 @@ def check_start(config: AsyncConfig) -> None:
 def check_engines(config: AsyncConfig) -> None:
     """Check that each generator's engine is installed and supports the generator's settings."""
     for generator, role in enumerate(config.topology.roles()):
-        config_of_generator = config.of_role(role)
+        config_of_generator = config.for_role(role)
         try:
             check_rollout(config_of_generator, role)
         except ConfigError as error:

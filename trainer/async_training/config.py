@@ -242,7 +242,7 @@ class AsyncConfig(PPOConfig):
         """Return what a generator's role is called at generator 0, such as `ref` for `ref_1`."""
         return self.generator_roles.get(role, (role, 0))[0]
 
-    def of_role(self, role: str) -> Self:
+    def for_role(self, role: str) -> Self:
         """Return the configuration of a role, with the `generator_settings` of its generator.
 
         The reward models of generators after the first get only their own entry in `reward.list`.
@@ -260,7 +260,7 @@ class AsyncConfig(PPOConfig):
 
     def rollout_of(self, generator: int) -> RolloutConfig:
         """Return the rollout settings of a generator, with its `generator_settings`."""
-        return self.of_role(generator_role(generator)).actor_rollout_ref.rollout
+        return self.for_role(generator_role(generator)).actor_rollout_ref.rollout
 
     def validators(self, living: Sequence[int]) -> list[int]:
         """Return the generators that validate: those with the same settings as the first live one.

@@ -57,7 +57,7 @@ from verl_like.errors import (
     WaitTimeoutError,
     WorkerDiedError,
 )
-from verl_like.files import write_whole
+from verl_like.files import write_atomic
 from verl_like.placement.pools import expand_roles
 from workers.columns import rm_column, select_reads
 from workers.config import has_environment
@@ -155,7 +155,7 @@ class Generators:
         log = self.buffer.log.state_dict()
         print(describe_log(log), flush=True)
         content = {"ledger": log, "activity": self.activity.seconds()}
-        write_whole(self.run.folder / "async.json", json.dumps(content))
+        write_atomic(self.run.folder / "async.json", json.dumps(content))
 
 
 MAX_RESTARTS = 3
@@ -309,7 +309,7 @@ class Places:
 
 SLICE_S = 0.25
 """Shortest time limit of a take. New weights, or the end of the run, wait until the take ends."""
-TAKES_PER_S = 250
+COLLECTS_PER_S = 250
 """Maximum takes per second over the ranks of all generators; every take is a call by the driver."""
 METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
 """Maps a role to its scoring method. All other scoring roles are reward models."""
@@ -346,8 +346,8 @@ class Generator:
         self._max_tokens = config.rollout_of(number).max_tokens_per_call
         self._num_at_once = config.chunks_in_parallel(number)
         num_ranks = sum(sum(config.resource_pool_spec[pool]) for pool in config.child_pools)
-        slice_s = max(SLICE_S, num_ranks / TAKES_PER_S)
-        self._take_s = slice_s if has_environment(config) or not self._max_tokens else None
+        slice_s = max(SLICE_S, num_ranks / COLLECTS_PER_S)
+        self._collect_s = slice_s if has_environment(config) or not self._max_tokens else None
         self._takes_weights_within = config.takes_weights_at_once or bool(self._max_tokens)
         self._client: RolloutClient
         if self._role in self._groups:
@@ -386,7 +386,7 @@ class Generator:
                     if not must_move and (not self._running or self._max_tokens):
                         self._submit()
                     if self._running:
-                        self._take()
+                        self._collect()
                 except WorkerDiedError as error:
                     self._replace(error)
         except BaseException as error:  # noqa: BLE001 - raised where the trainer waits for samples
@@ -420,13 +420,13 @@ class Generator:
         for _, of_one_attempt in groupby(submissions, lambda submission: submission.rows.meta_info):
             self._client.submit(*of_one_attempt)
 
-    def _take(self) -> None:
+    def _collect(self) -> None:
         """Generate for one take, and put finished chunks into the queue.
 
         With `score_on=generator`, score their samples first.
         """
         with self._activity.busy("generate"):
-            finished = self._client.collect(self._max_tokens, self._take_s)
+            finished = self._client.collect(self._max_tokens, self._collect_s)
         for submission in finished:
             chunk, buffer = self._running[submission], self._buffer
             chunk.samples = submission.samples()

@@ -16,7 +16,7 @@ from trainer.ppo.sampling import merge_attempts
 from trainer.rollouts.samples import concat_rows
 from trainer.run_state import Metrics, Run
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import few
+from verl_like.errors import join_few
 from workers.columns import count_ones, read_column
 
 GENERATOR = "generator"
@@ -62,7 +62,7 @@ class Origins:
         try:
             yield
         except Exception as error:
-            known = f"is processing the samples of uid {few(self._uids)}"
+            known = f"is processing the samples of uid {join_few(self._uids)}"
             error.add_note(f"step {run.step} {known if self._uids else 'has no samples yet'}")
             raise
 

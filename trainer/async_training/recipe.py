@@ -27,7 +27,7 @@ from trainer.async_training.config import (
 )
 from trainer.async_training.topology import CRITIC_COPY, TRAINER_POOL, counts, generator_pool
 from trainer.config.devices import run_devices
-from trainer.config.keys import read
+from trainer.config.keys import value_at
 from trainer.config.schema import Recipe
 from trainer.ppo.recipe import PPO, check, extra_roles, inactive_roles
 from trainer.ppo.recipe import complete as complete_ppo
@@ -48,10 +48,10 @@ def complete(config: AsyncConfig, keys: Collection[str]) -> tuple[AsyncConfig, S
     if topology is not None:
         numbers = dict(zip(NUMBERS, counts(topology), strict=True))
         for key, number in numbers.items():
-            if key in keys and read(config, key) != number:
+            if key in keys and value_at(config, key) != number:
                 raise ConfigError(
                     f"async_training.topology={topology} sets {key}={number}, but {key}="
-                    f"{read(config, key)} is set, too. Leave out one of the two keys."
+                    f"{value_at(config, key)} is set, too. Leave out one of the two keys."
                 )
         config = replace_keys(config, numbers)
     config = replace_keys(config, {GENERATOR_SETTINGS: _numbered_settings(config)})

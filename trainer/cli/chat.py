@@ -44,7 +44,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from trainer.cli.check_environment import heard, json_object, reject_ids
+from trainer.cli.check_environment import json_object, reject_ids, reply_text
 from trainer.data.prompt_tokens import written
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_loadable
@@ -279,7 +279,7 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
             )
         host.open(0, (seed, seed + 1), row)
         first = _next_answer(host)
-        print(f"environment: {first.get('failed') or heard(first)}")
+        print(f"environment: {first.get('failed') or reply_text(first)}")
         rewards: list[float] = []
         if "failed" not in first:
             trajectory = ChatTrajectory(chat, host, row["prompt"], first)
@@ -287,7 +287,7 @@ def play(chat: Chat, options: argparse.Namespace) -> None:
                 answer = trajectory.turn()
                 if answer is None:
                     break
-                print(f"environment: {answer.get('failed') or heard(answer)}", flush=True)
+                print(f"environment: {answer.get('failed') or reply_text(answer)}", flush=True)
                 rewards.append(answer.get("reward", 0.0))
                 if answer.get("end") or "failed" in answer:
                     break

@@ -43,7 +43,7 @@ from trainer.async_training.config import AsyncConfig
 from trainer.cli.main import RECIPES, resolve_command
 from trainer.config.compose import as_object, compose_tree, is_preset, known_settings
 from trainer.config.devices import run_devices
-from trainer.config.keys import flatten, leaf_keys, read
+from trainer.config.keys import flatten, leaf_keys, value_at
 from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import keys_set
 from trainer.config.unused_keys import unused_reason
@@ -130,7 +130,7 @@ def change_lines(config: RunConfig, recipe: Recipe[Any], settings: Sequence[Over
     lines: dict[str, list[str]] = {title: [] for title in (*keys_of_title, CHOSEN)}
     lines["Set by you"] = [f"  {preset.input_line} (preset)" for preset in presets]
     for key in (key.name for key in leaf_keys(type(config))):
-        value, usual, before = (read(tree, key) for tree in (config, default, composed))
+        value, usual, before = (value_at(tree, key) for tree in (config, default, composed))
         if key in LEFT_OUT or unused_reason(config, key) is not None:
             continue
         titles = [

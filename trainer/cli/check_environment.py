@@ -169,7 +169,7 @@ def _story(played: Playthrough, texts: Sequence[str]) -> list[str]:
     """Return a line per turn of a trajectory, with its time, and the time of a step."""
     lines = []
     for turn, (answer, seconds) in enumerate(zip(played.answers, played.seconds, strict=True)):
-        observed = heard(answer)
+        observed = reply_text(answer)
         cost = f"{1000 * seconds:.1f} ms"
         if turn == 0:
             lines.append(f"reset ({cost}): {observed}")
@@ -197,12 +197,14 @@ def _shown(content: Any) -> str:
     return repr("".join(texts_of(content, "<image>")))
 
 
-def heard(answer: dict[str, Any]) -> str:
+def reply_text(answer: dict[str, Any]) -> str:
     """Describe an environment's reply."""
     if "failed" in answer:
         return "failed"
     if "players" in answer:
-        return "; ".join(f"{name}: {heard(reply)}" for name, reply in answer["players"].items())
+        return "; ".join(
+            f"{name}: {reply_text(reply)}" for name, reply in answer["players"].items()
+        )
     if "text" in answer:
         return "only the prompt" if answer["text"] is None else _shown(answer["text"])
     reward = f"reward {answer['reward']:g}"

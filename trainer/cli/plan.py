@@ -62,12 +62,12 @@ JOBS = {
     "async": "trainer.tools.planner.async_training.AsyncJob",
     **dict.fromkeys(("sft", "reward-model", "dpo"), "trainer.tools.planner.job.RowsJob"),
 }
-ON_SAMPLES = ("ppo", "async")
+SAMPLING = ("ppo", "async")
 """Recipes that plan samples; the others plan rows of a file."""
 TEXTS = ("device", "lengths")
-OF_PPO = ("mean_prompt", "mean_response", "reward_s", "environment_s")
-OF_ROWS = ("mean_length",)
-OPTIONS = ("gpus", "per_node", *NUMBERS, "device", "lengths", *OF_PPO, *OF_ROWS)
+PPO_OPTIONS = ("mean_prompt", "mean_response", "reward_s", "environment_s")
+ROW_OPTIONS = ("mean_length",)
+OPTIONS = ("gpus", "per_node", *NUMBERS, "device", "lengths", *PPO_OPTIONS, *ROW_OPTIONS)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -200,8 +200,8 @@ def _parse(arguments: Sequence[str], recipe: str) -> tuple[dict[str, Any], list[
             )
         if not equals:
             value = next(rest, "")
-        if option in (OF_ROWS if recipe in ON_SAMPLES else OF_PPO):
-            readers = [job for job in JOBS if (job in ON_SAMPLES) != (recipe in ON_SAMPLES)]
+        if option in (ROW_OPTIONS if recipe in SAMPLING else PPO_OPTIONS):
+            readers = [job for job in JOBS if (job in SAMPLING) != (recipe in SAMPLING)]
             raise ConfigError(
                 f"{name} does not apply to {recipe}; only {', '.join(readers)} use it."
             )

@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.keys import keys_by_name, read
+from trainer.config.keys import keys_by_name, value_at
 from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import (
     as_text,
@@ -159,10 +159,10 @@ def compose_tree(settings: Sequence[Override], recipe: Recipe[Any]) -> DictConfi
             defaults = recipe.schema()
             section, _, own_name = name.rpartition(".")
             if name in known:
-                OmegaConf.update(tree, name, read(defaults, name), merge=False)
+                OmegaConf.update(tree, name, value_at(defaults, name), merge=False)
                 continue
             OmegaConf.select(tree, section).pop(own_name, None)
-            default = read(defaults, section) if section in known else {}
+            default = value_at(defaults, section) if section in known else {}
             if isinstance(default, dict) and own_name in default:
                 OmegaConf.update(tree, name, default[own_name])
             continue

@@ -213,7 +213,7 @@ def leaves_of(config: Any) -> Iterator[tuple[Key, Any]]:
     """Yield every key that is not a section, with the object of its section."""
     for key in keys_by_name(type(config)).values():
         if not key.is_section:
-            yield key, read(config, key.section)
+            yield key, value_at(config, key.section)
 
 
 def leaves_of_items(config: Any) -> Iterator[tuple[Key, Any]]:
@@ -286,7 +286,7 @@ def keys_that_differ(schema: type, before: Mapping[str, Any], now: Mapping[str, 
     ]
 
 
-def read(config: Any, name: str) -> Any:
+def value_at(config: Any, name: str) -> Any:
     """Return the value at a dotted key; "" is the configuration itself."""
     if name:
         for part in name.split("."):

@@ -294,7 +294,7 @@ class RunConfig(Section):
         of_one = world_size == 1 and pool not in self.child_pools
         return self.trainer.backend == "local" and of_one
 
-    def of_role(self, role: str) -> Self:
+    def for_role(self, role: str) -> Self:
         """Return the configuration for this role's workers, which a recipe may vary by role."""
         return self
 

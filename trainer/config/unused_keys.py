@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import TypeVar
 
-from trainer.config.keys import Arguments, leaves_of_items, path_to, read
+from trainer.config.keys import Arguments, leaves_of_items, path_to, value_at
 from trainer.config.schema import RunConfig
 from verl_like.config_key import replace_keys
 
@@ -42,7 +42,7 @@ def unused_reason(config: RunConfig, name: str) -> str | None:
     for key in path_to(type(config), name):
         if key.is_section and key.name == name:
             continue  # such as `critic={}`, which sets no key
-        section = read(config, key.section)
+        section = value_at(config, key.section)
         for condition in key.rules.read_when:
             if not condition.holds(section, config):
                 return condition.missing(key.section, config)
@@ -71,9 +71,9 @@ def without_unread(config: C, keys: Collection[str]) -> tuple[C, list[str]]:
             unused.setdefault(reason, []).append(name)
             left.remove(name)
             key = path_to(schema, name)[-1]
-            value = read(default, key.name)
+            value = value_at(default, key.name)
             if key.rules.arguments_of and name != key.name:
-                value = dict(read(config, key.name))
+                value = dict(value_at(config, key.name))
                 value.pop(name.removeprefix(f"{key.name}."), None)
             config = replace_keys(config, {key.name: value})
     notices = [notice_of(names, reason) for reason, names in unused.items()]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainer.data.config import DataConfig
 from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_split, parquet_rows
 from trainer.data.prompt_tokens import check_messages
-from verl_like.errors import ConfigError, few, nearest
+from verl_like.errors import ConfigError, join_few, nearest
 from verl_like.files import is_remote
 from verl_like.registry import CallSignature, check_call, load_attribute
 from workers.chats import IMAGE_TYPES
@@ -247,9 +247,9 @@ def names_of(
     names = [files] if isinstance(files, str) else list(files)
     if not any(map(is_remote, names)):
         return names
-    from verl_like.remote_files import fetched
+    from verl_like.remote_files import local_copy
 
-    return [str(fetched(name, key)) if is_remote(name) else name for name in names]
+    return [str(local_copy(name, key)) if is_remote(name) else name for name in names]
 
 
 def check_files(config: Any, settings: Sequence[str] = ("train_files", "val_files")) -> None:
@@ -327,7 +327,7 @@ def listing(folder: Path) -> str:
     if not folder.is_dir():
         return "nothing: there is no such folder"
     names = sorted(entry.name for entry in folder.iterdir())
-    return few(names) or "nothing"
+    return join_few(names) or "nothing"
 
 
 def other_columns(rows: Iterable[Row], prompt_key: str) -> list[str]:

@@ -36,7 +36,7 @@ from trainer.data.files import (
 )
 from trainer.data.prompt_tokens import DroppedCharacters, encode_prompt, readable
 from verl_like.errors import ConfigError
-from verl_like.files import write_whole
+from verl_like.files import write_atomic
 
 logger = logging.getLogger(__name__)
 CACHED_FROM_BYTES = 64 * 2**20
@@ -114,7 +114,7 @@ class PromptTable:
             return path.read_text(encoding="utf-8")
         text = compute()
         try:
-            write_whole(path, text)
+            write_atomic(path, text)
         except OSError as error:
             logger.warning("%s is not stored for later runs: %s", path, error)
         return text

@@ -28,7 +28,7 @@ from trainer.groups.nodes import (
 )
 from verl_like.calls.deadlines import Deadlines, in_daemon
 from verl_like.errors import InsufficientResourcesError, PlacementError
-from verl_like.files import write_whole
+from verl_like.files import write_atomic
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import NodeSpec, expand_roles
 
@@ -192,7 +192,7 @@ def note_address(folder: Path) -> None:
     """Write the address of the Ray cluster to the run folder, for `verl-like join`."""
     from verl_like.backends.ray.cluster import address_of_head
 
-    write_whole(folder / RAY_ADDRESS, address_of_head())
+    write_atomic(folder / RAY_ADDRESS, address_of_head())
 
 
 def with_pool(config: RunConfig, placement: Placement, pool: str) -> Placement:

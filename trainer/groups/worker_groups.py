@@ -26,7 +26,7 @@ from verl_like.calls.future import gather
 from verl_like.calls.group import ClassWithInitArgs, WorkerGroup, create_colocated_worker_cls
 from verl_like.calls.transport import Transport
 from verl_like.errors import ConfigError, PlacementError, WorkerError, nearest
-from verl_like.files import write_whole
+from verl_like.files import write_atomic
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import ResourcePool, expand_roles
 from verl_like.process.worker import Worker
@@ -62,7 +62,7 @@ class PoolStarter:
     def start(self, plan: PoolPlan, classes: Mapping[str, type[Worker]]) -> WorkerGroup:
         """Start a pool and return the group of its roles, in the order of `classes`."""
         trainer = self.config.trainer
-        recipes = {r: ClassWithInitArgs(c, self.config.of_role(r)) for r, c in classes.items()}
+        recipes = {r: ClassWithInitArgs(c, self.config.for_role(r)) for r, c in classes.items()}
         recipe = create_colocated_worker_cls(recipes)
         options: dict[str, Any] = {"seed": trainer.seed, "deadlines": self.limits}
         options["log_dir"] = str(Path(trainer.default_local_dir).resolve() / "logs")
@@ -256,7 +256,7 @@ class WorkerGroups:
     def note_placement(self) -> None:
         """Write the placement to `placement.txt` of the run folder."""
         folder = Path(self.config.trainer.default_local_dir)
-        write_whole(folder / "placement.txt", f"{self.placement}\n")
+        write_atomic(folder / "placement.txt", f"{self.placement}\n")
 
     def construct_again(self, pool: str) -> None:
         """Construct the roles of a pool again in its processes, without their models."""

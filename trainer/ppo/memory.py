@@ -19,7 +19,7 @@ from trainer.memory import (
     fits,
     memory_table,
     model_memory,
-    size,
+    size_text,
     with_fewest_recomputed_layers,
 )
 from trainer.ppo.config import PPOConfig
@@ -66,7 +66,7 @@ def role_memories(
         beside_actor = pool == pools["actor"]
         if config.kind_of(role) == "rollout":
             memory = rollout_memory(
-                config.of_role(role).actor_rollout_ref,
+                config.for_role(role).actor_rollout_ref,
                 config.data.max_prompt_length + config.data.max_response_length,
                 role,
                 pool,
@@ -280,7 +280,7 @@ def call_size(
 ) -> CallSize:
     """Return the size of a call of a role with this number of samples; a rollout has no model."""
     if model is None:
-        rollout = config.of_role(role).actor_rollout_ref.rollout
+        rollout = config.for_role(role).actor_rollout_ref.rollout
         return CallSize(role, method, samples, rollout.max_num_seqs, 0)
     actor, reward = config.actor_rollout_ref.actor, model_rewards(config).get(config.kind_of(role))
     rows = model.rows if reward is None else actor.ppo_micro_batch_size_per_gpu
@@ -340,4 +340,4 @@ def describe_store(config: PPOConfig) -> str:
     width = data.max_prompt_length + data.max_response_length
     num_bytes = data.train_batch_size * config.actor_rollout_ref.rollout.n * width * STORED_BYTES
     room = "" if ray.object_store_gib is None else f" of {ray.object_store_gib:g} GiB"
-    return f"Ray's object store on the driver's node: about {size(num_bytes)}{room} per step"
+    return f"Ray's object store on the driver's node: about {size_text(num_bytes)}{room} per step"

@@ -55,7 +55,7 @@ def declared_models(config: Any, without_users: bool = False) -> dict[str, RoleM
         cls = declaring_class(config, role, without_users)
         role_model = getattr(cls, "role_model", None)
         if role_model is not None:
-            models[role] = role_model(config.of_role(role), config.kind_of(role))
+            models[role] = role_model(config.for_role(role), config.kind_of(role))
     return models
 
 
@@ -64,7 +64,7 @@ def rollout_configs(config: Any) -> list[RolloutConfig]:
     roles = [
         role for role in expand_roles(config.role_mapping) if config.kind_of(role) == "rollout"
     ]
-    return [config.of_role(role).actor_rollout_ref.rollout for role in roles]
+    return [config.for_role(role).actor_rollout_ref.rollout for role in roles]
 
 
 @dataclass(frozen=True)

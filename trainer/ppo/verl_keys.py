@@ -47,9 +47,9 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
 """Maps key -> verl's name of a value -> this project's name."""
 TRACKERS = ("console", "tensorboard", "trackio", "wandb")
 BASES = ("ppo_trainer", "ppo_megatron_trainer", "_self_")
-OF_DRIVERS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_async_ppo_*")
+DRIVER_CONFIGS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fully_async_ppo_*")
 """Names of the configurations that verl's own drivers ship, which have verl's defaults."""
-OF_ALL_RANKS = ("*.micro_batch_size", "*.log_prob_micro_batch_size", "*.ppo_micro_batch_size")
+GLOBAL_KEYS = ("*.micro_batch_size", "*.log_prob_micro_batch_size", "*.ppo_micro_batch_size")
 """Older keys, which count the rows on all ranks together."""
 SHARED_ROWS = ("ulysses_sequence_parallel_size",) + tuple(
     f"megatron.{axis}_parallel_size" for axis in ("context", "tensor_model", "pipeline_model")
@@ -191,7 +191,7 @@ def translate_key(
         if ours.endswith(".fsdp_config.fsdp_size"):
             value = _shard_size(ours, value, settings)
         return KeyTranslation(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
-    if _first_match(key, OF_ALL_RANKS) and value.isdigit():
+    if _first_match(key, GLOBAL_KEYS) and value.isdigit():
         of_a_rank = f"{key}_per_gpu"
         rows = _rows_of_one_rank(int(value), settings)
         return KeyTranslation(key=renamed(of_a_rank) or of_a_rank, value=str(rows))
@@ -278,7 +278,7 @@ def configuration(
 ) -> tuple[Path | None, dict[str, str]]:
     """Return the file of `--config-name` and its keys; None for verl's own configurations."""
     name = name.removesuffix(".yaml")
-    if not name or any(fnmatchcase(name, pattern) for pattern in (*BASES, *OF_DRIVERS)):
+    if not name or any(fnmatchcase(name, pattern) for pattern in (*BASES, *DRIVER_CONFIGS)):
         return None, {}
     places = [*([path] if path else []), "config", "."]
     files = [Path(folder, place, f"{name}.yaml") for folder in folders for place in places]

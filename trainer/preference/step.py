@@ -41,7 +41,7 @@ from trainer.rows.trainer import ROWS_RUN, RowTrainer, longest_row
 from trainer.run_state import Metrics
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import CheckpointError
-from verl_like.files import write_whole
+from verl_like.files import write_atomic
 from workers.columns import read_columns, write_columns
 from workers.config.rows import has_reference, has_sft_length, loss_reads
 from workers.losses.preference import SFT_LENGTH, measures
@@ -290,4 +290,4 @@ def save_tables(folder: Path, tables: Mapping[str, Tensor], inputs: Mapping[str,
     """Save the tables with their inputs."""
     folder.mkdir(parents=True, exist_ok=True)
     contiguous = {name: table.contiguous() for name, table in tables.items()}
-    write_whole(folder / FILE, save(contiguous, metadata=dict(inputs)))
+    write_atomic(folder / FILE, save(contiguous, metadata=dict(inputs)))

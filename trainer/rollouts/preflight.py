@@ -26,7 +26,7 @@ from trainer.data.prompts import PromptSet
 from trainer.groups.nodes import joined_cluster
 from trainer.rollouts.samples import EXTRA
 from verl_like.batch.protocol import DataProto
-from verl_like.errors import ConfigError, RewardError, few
+from verl_like.errors import ConfigError, RewardError, join_few
 from verl_like.placement.pools import expand_roles
 from verl_like.registry import check_file
 from workers.columns import sample_scores
@@ -126,7 +126,7 @@ def check_images(config: Any, has_images: bool) -> None:
 
 def sampling_code(config: Any) -> list[str]:
     """Return names or paths of the engines and environments that rollout workers load."""
-    roles = map(config.of_role, expand_roles(config.role_mapping))  # engines may differ
+    roles = map(config.for_role, expand_roles(config.role_mapping))  # engines may differ
     code = [role.actor_rollout_ref.rollout.name for role in roles]
     if has_environment(config):
         section = config.environment
@@ -270,8 +270,8 @@ def try_rewards(
             f"rule for {name}" for name in dict.fromkeys(batch.non_tensor_batch["data_source"])
         ]
     line = (
-        f"Reward check ({few(labels)}): {len(batch)} rows with their ground truth as response; "
-        f"{_describe_scores(float(scores.min()), float(scores.max()), labels)}{beside}"
+        f"Reward check ({join_few(labels)}): {len(batch)} rows with their "
+        f"ground truth as response; {_describe_scores(float(scores.min()), float(scores.max()), labels)}{beside}"
     )
     return (None if num_failed else batch.union(scored)), [line]
 

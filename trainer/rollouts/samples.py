@@ -18,7 +18,7 @@ from torch import Tensor
 from verl_like.batch.columns import object_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, nearest
-from verl_like.files import json_lines, write_whole
+from verl_like.files import json_lines, write_atomic
 from workers.columns import (
     IMAGES,
     PLAYERS,
@@ -91,7 +91,7 @@ def write_samples(
     lines = json_lines(rows, _plain)
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / f"{step}.jsonl", lines, to_disk=False)
+    write_atomic(folder / f"{step}.jsonl", lines, to_disk=False)
 
 
 def _fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
@@ -148,7 +148,7 @@ def thin_samples(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     by_score = sorted(range(len(lines)), key=lambda row: _score(lines[row]))
     rows = sorted({by_score[0], by_score[-1]})
-    write_whole(path, b"".join(lines[row] for row in rows), to_disk=False)
+    write_atomic(path, b"".join(lines[row] for row in rows), to_disk=False)
 
 
 def thin_old_samples(folder: Path, last: int) -> None:

@@ -36,12 +36,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.run_folder.folder import MODEL, committed, named, write_marker
+from trainer.run_folder.folder import MODEL, named, saved_steps, write_marker
 from trainer.run_folder.resume import LATEST, ResumePoint
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, VerlLikeError, WorkerError
-from verl_like.files import draft_beside, json_objects, replace_folder, write_whole
+from verl_like.files import draft_path, json_objects, replace_folder, write_atomic
 from workers.training.checkpoints.manifest import add_files
 
 AFTER_LOSS_S = 10.0
@@ -110,14 +110,14 @@ class Checkpoints:
 
             save_random_state(part / "random.json")
             write_more(part)
-            write_whole(part / "trainer.json", json.dumps(state, indent=1))
+            write_atomic(part / "trainer.json", json.dumps(state, indent=1))
         self._written = step
         self.took_s["copy"] = time.monotonic() - began
 
     def write_model(self, step: int, group: Any) -> Path:
         """Write the trained model of `group` to `model/` of the run folder."""
         folder = self.folder / MODEL
-        part = draft_beside(folder)
+        part = draft_path(folder)
         with self._naming_failures("the final model", part):
             group.export_model(str(part))
             write_marker(part, step, self.resume.config, self.resume.inputs)
@@ -161,8 +161,8 @@ class Checkpoints:
                     add_files(part / role, files)
             write_marker(part, step, self.resume.config, self.resume.inputs)
             replace_folder(part, folder)
-            write_whole(self.folder / LATEST, str(step))
-            steps = committed(self.folder)
+            write_atomic(self.folder / LATEST, str(step))
+            steps = saved_steps(self.folder)
             for old in steps_to_drop(self.folder, steps, self.trainer.max_ckpt_to_keep):
                 # a half-deleted folder must never have a checkpoint's name
                 aside = self.folder / f"global_step_{old}.old"
@@ -220,7 +220,7 @@ class Checkpoints:
                 room = f"{disk.f_bavail * disk.f_frsize / 2**20:.0f} MiB{files}"
             raise CheckpointError(
                 f"{name} was not written: {str(error).rstrip('.')}. {room} are free in "
-                f"{self.folder}; its committed checkpoints: {named(committed(self.folder))}."
+                f"{self.folder}; its committed checkpoints: {named(saved_steps(self.folder))}."
             ) from error
 
 

@@ -64,7 +64,7 @@ from verl_like.files import (
     json_line,
     make_private,
     read_json_object,
-    write_whole,
+    write_atomic,
 )
 from verl_like.masking import mask_text, masked
 from workers.training.checkpoints.manifest import MANIFEST, MARKER, reject_missing
@@ -139,7 +139,7 @@ def open_run_folder(config: RunConfig, lock: FolderLock) -> Path:
         lock.acquire()
         _note_changes(folder, config)
         tree = in_yaml(masked(asdict(config)))
-        write_whole(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
+        write_atomic(folder / CONFIG_FILE, f"# config hash {config_hash(config)}\n{tree}")
     except OSError as err:
         raise ConfigError(
             f"trainer.default_local_dir={folder} is not writable ({err}). Choose another folder."
@@ -156,7 +156,7 @@ def _note_changes(folder: Path, config: RunConfig) -> None:
     keys = {
         key: [before[key], now[key]] for key in before if before[key] != now.get(key, before[key])
     }
-    step = max(committed(folder), default=0)
+    step = max(saved_steps(folder), default=0)
     if keys and step:
         with (folder / CHANGES_FILE).open("a", encoding="utf-8") as file:
             file.write(json_line({"step": step, "keys": keys}))
@@ -189,7 +189,7 @@ STEP_FOLDER = r"global_step_(\d+)"
 FORM: dict[str, type] = {"step": int, "config": dict, "inputs": dict, "versions": dict}
 
 
-def committed(folder: Path) -> list[int]:
+def saved_steps(folder: Path) -> list[int]:
     """Return the steps of the completed checkpoints in a run folder, in order."""
     matches = (
         re.fullmatch(STEP_FOLDER, path.parent.name)
@@ -217,7 +217,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
         problem = "there is no such folder"
         if folder.is_dir():
             problem = "it was never committed (no commit.json)"
-        beside = named(committed(folder.parent))
+        beside = named(saved_steps(folder.parent))
         raise CheckpointError(
             f"{folder} is not a checkpoint: {problem}. Committed ones next to it: {beside}."
         ) from error
@@ -231,7 +231,7 @@ def marker_of_model(run: Path) -> dict[str, Any] | None:
     if not (run / MODEL / MARKER).is_file():
         return None
     marker = read_marker(run / MODEL)
-    return marker if marker["step"] >= max(committed(run), default=0) else None
+    return marker if marker["step"] >= max(saved_steps(run), default=0) else None
 
 
 def reject_damaged(folder: Path) -> None:
@@ -261,7 +261,7 @@ def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str
         "inputs": inputs,
         "versions": installed_versions(),
     }
-    write_whole(part / MARKER, json.dumps(marker, indent=1))
+    write_atomic(part / MARKER, json.dumps(marker, indent=1))
 
 
 logger = logging.getLogger(__name__)

@@ -38,9 +38,9 @@ from verl_like.files import (
     is_remote,
     make_private,
     read_json_object,
-    write_whole,
+    write_atomic,
 )
-from verl_like.remote_files import RemoteFolder, describe, fetched, version_of
+from verl_like.remote_files import RemoteFolder, describe, local_copy, version_of
 from workers.training.checkpoints.manifest import MARKER
 
 KEY = "trainer.default_local_dir"
@@ -79,7 +79,7 @@ def local_run_folder(config: C) -> Iterator[C]:
         if run is not None and str(start).startswith(f"{run.remote.url}/"):
             changes[START_KEY] = str(run.folder / str(start).removeprefix(f"{run.remote.url}/"))
         elif is_remote(start):
-            changes[START_KEY] = str(fetched(str(start), START_KEY))
+            changes[START_KEY] = str(local_copy(str(start), START_KEY))
         yield replace_keys(config, changes) if changes else config
     finally:
         if run is not None:
@@ -95,15 +95,15 @@ def fetched_run(url: str, needs: str) -> Path:
     remote = RemoteFolder(url, "path")
     with remote.naming():
         names = remote.files()
-    markers = [re.fullmatch(OF_MARKER, name) for name in names]
+    markers = [re.fullmatch(MARKER_PATTERN, name) for name in names]
     steps = [int(match[1]) for match in markers if match]
     skipped = re.compile(rf"(global_step_(?!{max(steps, default=0)}/)\d+/).+(?<!/{MARKER})")
     if needs == "records":
         skipped = re.compile(rf"(global_step_\d+|{MODEL})/.+(?<!/{MARKER})")
-    return fetched(url, "path", lambda name: needs == "all" or not skipped.fullmatch(name))
+    return local_copy(url, "path", lambda name: needs == "all" or not skipped.fullmatch(name))
 
 
-OF_MARKER = f"{STEP_FOLDER}/{re.escape(MARKER)}"
+MARKER_PATTERN = f"{STEP_FOLDER}/{re.escape(MARKER)}"
 
 
 def without_remote_folders(config: C) -> C:
@@ -349,7 +349,7 @@ class RemoteRun:
         return stamps
 
     def _save_record(self) -> None:
-        write_whole(self.folder / RECORD, json.dumps(self._record), to_disk=False)
+        write_atomic(self.folder / RECORD, json.dumps(self._record), to_disk=False)
 
 
 def _stamp(path: Path) -> Stamp | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config.keys import config_hash
 from trainer.config.schema import RunConfig
-from trainer.run_folder.folder import MODEL, REPORT_FILE, committed, marker_of_model
+from trainer.run_folder.folder import MODEL, REPORT_FILE, marker_of_model, saved_steps
 from trainer.run_folder.metrics import metric_names, read_metrics, series
 from verl_like.errors import ConfigError, nearest
 from verl_like.files import json_objects
@@ -53,7 +53,7 @@ class RunResult:
         metrics = read_metrics(file, notes) if file.is_file() else []  # a check writes none
         for note in notes:
             logger.warning("%s", note)
-        exports = [folder / f"global_step_{step}" / role / EXPORT for step in committed(folder)]
+        exports = [folder / f"global_step_{step}" / role / EXPORT for step in saved_steps(folder)]
         left = [folder / MODEL] if marker_of_model(folder) else []
         places = [*left, *reversed(exports)]
         exported = next((path for path in places if path.is_dir()), None)

@@ -27,11 +27,11 @@ from typing import Any
 from trainer.config.keys import NAMES_OF_A_RUN, flat_config, keys_that_differ, may_change_on_resume
 from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import (
-    committed,
     installed_versions,
     named,
     read_marker,
     reject_damaged,
+    saved_steps,
 )
 from verl_like.calls.future import gather
 from verl_like.errors import CheckpointError, DamagedCheckpointError, VerlLikeError
@@ -41,7 +41,7 @@ from verl_like.files import (
     json_lines,
     json_objects,
     read_json_object,
-    write_whole,
+    write_atomic,
 )
 from workers.config.conditions import may_read_images
 from workers.config.model import IMAGE_BACKEND
@@ -57,7 +57,7 @@ TRACKIO_RUN = "trackio_run.txt"
 """The file with the name of the trackio run, which a resumed run continues."""
 IS_LAST = "is_last_step"
 """The key of the driver's state that marks the run's last step."""
-OF_STEPS = ("rollouts", "validation", "batches")
+STEP_SUBFOLDERS = ("rollouts", "validation", "batches")
 """Subfolders with one file or folder per step."""
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,8 @@ class ResumePoint:
             raise CheckpointError(
                 f"{self.start / 'trainer.json'} does not load: {type(error).__name__}: {error}. "
                 "Resume from another checkpoint with trainer.resume_mode=resume_path "
-                f"trainer.resume_from_path=...; next to it: {named(committed(self.start.parent))}."
+                f"trainer.resume_from_path=...; next to it: "
+                f"{named(saved_steps(self.start.parent))}."
             ) from error
 
     def load(self, groups: Any) -> dict[str, Any] | None:
@@ -208,7 +209,7 @@ class ResumePoint:
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.replace(aside)
                 logger.warning("%s: renamed to %s; resuming from %s.", why, aside.name, self.start)
-                write_whole(self.folder / LATEST, str(self.start_step))
+                write_atomic(self.folder / LATEST, str(self.start_step))
         for pattern in ("global_step_*.part", "global_step_*.old", f"{DRAFT}*"):
             for leftover in self.folder.glob(pattern):
                 if leftover.is_dir() and not leftover.is_symlink():
@@ -222,8 +223,8 @@ class ResumePoint:
         metrics = self.folder / "metrics.jsonl"
         if metrics.is_file():
             lines, steps = json_objects(metrics)[0], range(last + 1)
-            write_whole(metrics, json_lines(line for line in lines if line.get("step") in steps))
-        for path in (path for kind in OF_STEPS for path in self.folder.glob(f"{kind}/*")):
+            write_atomic(metrics, json_lines(line for line in lines if line.get("step") in steps))
+        for path in (path for kind in STEP_SUBFOLDERS for path in self.folder.glob(f"{kind}/*")):
             if path.stem.isdecimal() and int(path.stem) > last:
                 if path.is_dir():
                     shutil.rmtree(path)
@@ -235,7 +236,7 @@ class ResumePoint:
         """Return the checkpoint of `trainer.resume_mode`; reject one of another configuration."""
         if self.trainer.resume_mode == "resume_path":
             return self._resume_path()
-        steps = committed(self.folder)
+        steps = saved_steps(self.folder)
         if steps and self.trainer.resume_mode == "disable":
             raise CheckpointError(
                 f"trainer.resume_mode=disable, but {self.folder} holds checkpoints of steps "
@@ -255,7 +256,7 @@ class ResumePoint:
 
     def _newest_whole(self) -> Path | None:
         """Return the folder's newest checkpoint with all files; note newer ones as `damaged`."""
-        steps = committed(self.folder)
+        steps = saved_steps(self.folder)
         for step in reversed(steps):
             if self._is_whole(step):
                 return self.folder / f"global_step_{step}"
@@ -278,7 +279,7 @@ class ResumePoint:
         except DamagedCheckpointError as error:
             raise DamagedCheckpointError(f"{error}. {self._instead()}") from error
         step = read_marker(start)["step"]
-        newer = [n for n in committed(self.folder) if n > step and self._is_whole(n)]
+        newer = [n for n in saved_steps(self.folder) if n > step and self._is_whole(n)]
         if newer:
             raise CheckpointError(
                 f"resuming from step {step}, but {self.folder} holds checkpoints of later steps: "
@@ -323,7 +324,7 @@ class ResumePoint:
     def _instead(self) -> str:
         """Advise what to do about a damaged checkpoint that the user named."""
         start = Path(self.trainer.resume_from_path or "").resolve()
-        steps = [step for step in committed(start.parent) if start.name != f"global_step_{step}"]
+        steps = [step for step in saved_steps(start.parent) if start.name != f"global_step_{step}"]
         if not steps:
             return "The folder has no other checkpoint: start a new run."
         if start.parent == self.folder:

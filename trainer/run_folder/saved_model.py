@@ -15,7 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.run_folder.folder import MODEL, committed, marker_of_model, read_marker, reject_damaged
+from trainer.run_folder.folder import (
+    MODEL,
+    marker_of_model,
+    read_marker,
+    reject_damaged,
+    saved_steps,
+)
 from trainer.run_folder.result import EXPORT
 from verl_like.errors import CheckpointError, DamagedCheckpointError, nearest
 from workers.config import ModelConfig
@@ -166,7 +172,7 @@ def find_checkpoint(path: Path, or_model: bool = False) -> tuple[Path, str]:
         return path, ""
     if (path / MANIFEST).is_file() and (path.parent / MARKER).is_file():
         return path.parent, path.name
-    steps = committed(path)
+    steps = saved_steps(path)
     if not steps:
         reason = "holds no completed checkpoint" if path.is_dir() else "is not a folder"
         runs = {marker.parent.parent for marker in path.glob(f"*/global_step_*/{MARKER}")}

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
 from verl_like.errors import ConfigError
-from verl_like.files import write_whole
+from verl_like.files import write_atomic
 from verl_like.masking import masked
 
 Rows = Sequence[Mapping[str, Any]]
@@ -90,7 +90,7 @@ def start_wandb(config: RunConfig, total_steps: int) -> OnlineRun:
             f"{str(error).rstrip('.')}. Log in with `wandb login` or set WANDB_API_KEY; set "
             "WANDB_MODE=offline to log locally; or remove wandb from trainer.logger."
         ) from error
-    write_whole(file, run.id)
+    write_atomic(file, run.id)
     return OnlineRun(run, wandb, allow_mixed_types=True)
 
 
@@ -121,7 +121,7 @@ def start_trackio(config: RunConfig, total_steps: int) -> OnlineRun:
             f"{str(error).rstrip('.')}. Unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL to log "
             "locally, or remove trackio from trainer.logger."
         ) from error
-    write_whole(file, name)
+    write_atomic(file, name)
     return OnlineRun(run, trackio)
 
 

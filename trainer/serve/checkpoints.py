@@ -26,7 +26,7 @@ from trainer.run_folder.folder import write_marker
 from trainer.serve.bodies import Body, JsonObject, Natural, Ttl, fault_of, page
 from trainer.serve.pending import RequestError
 from verl_like.errors import CheckpointError
-from verl_like.files import replace_folder, write_whole
+from verl_like.files import replace_folder, write_atomic
 
 logger = logging.getLogger(__name__)
 SCHEME = "tinker://"
@@ -142,7 +142,7 @@ class ServedCheckpoints:
             write_marker(inside, step, config, {})
             size = sum(file.stat().st_size for file in part.rglob("*") if file.is_file())
             written = {**metadata, "time": datetime.now(UTC).isoformat(), "size_bytes": size}
-            write_whole(part / "checkpoint.json", json.dumps(written))
+            write_atomic(part / "checkpoint.json", json.dumps(written))
             replace_folder(part, place)
         finally:
             shutil.rmtree(part, ignore_errors=True)
@@ -162,7 +162,7 @@ class ServedCheckpoints:
     def change(self, path: SavedPath, **changes: Any) -> None:
         """Change entries of `checkpoint.json`."""
         metadata = {**self.metadata(path), **changes}
-        write_whole(self.place(path) / "checkpoint.json", json.dumps(metadata))
+        write_atomic(self.place(path) / "checkpoint.json", json.dumps(metadata))
 
     def delete_expired(self) -> None:
         """Delete expired checkpoints, and report damaged ones once."""
@@ -191,7 +191,7 @@ class ServedCheckpoints:
 
     def note_run(self, run: str, metadata: JsonObject) -> None:
         """Write `run.json` of a training run, whose folder has a checkpoint."""
-        write_whole(self.folder / run / "run.json", json.dumps(metadata))
+        write_atomic(self.folder / run / "run.json", json.dumps(metadata))
 
 
 class CheckpointHandlers:

@@ -3,7 +3,7 @@
     loss = loss_of(message, role, aliases)
     datums = read_datums(message, loss, limits)     # checked: shapes, numbers, ids, lengths
     batch = batch_of(datums, loss)
-    results = of_datums(datums, outputs)
+    results = datum_values(datums, outputs)
 
 A datum has N input tokens and N targets, which the client has already shifted. Its row has N + 1
 tokens, of which the last is never read. The targets are the row's response, and their log-probs are
@@ -267,7 +267,7 @@ def batch_of(datums: Sequence[Datum], loss: RequestLoss = NO_LOSS) -> DataProto:
     return DataProto.from_dict(columns, image_column(rows), {SETTINGS: loss.settings})
 
 
-def of_datums(datums: Sequence[Datum], column: RaggedTensor) -> list[Array]:
+def datum_values(datums: Sequence[Datum], column: RaggedTensor) -> list[Array]:
     """Return the values of each datum's targets, in the shape of the targets."""
     rows = iter(column.rows())
     results = []

@@ -23,7 +23,7 @@ from trainer.groups.worker_groups import worker_class
 from trainer.serve.bodies import Array, JsonObject, training_output
 from trainer.serve.checkpoints import SPILLED, SavedPath, ServedCheckpoints, expiry
 from trainer.serve.pending import RequestOrder
-from trainer.serve.rows import Datum, RequestLoss, batch_of, of_datums
+from trainer.serve.rows import Datum, RequestLoss, batch_of, datum_values
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
@@ -136,7 +136,7 @@ class TrainingOps:
             losses = loss.inputs.of_tokens(column.padded(), columns, loss.settings)
             metrics["loss:sum"] = float(losses.sum())
         field = self.trained[model.role].field
-        return training_output(field, of_datums(datums, column), metrics)
+        return training_output(field, datum_values(datums, column), metrics)
 
     def forward_backward(
         self, model: ServedModel, datums: Sequence[Datum], loss: RequestLoss
@@ -153,7 +153,7 @@ class TrainingOps:
         for name, values in result.metrics.items():
             reduction = "mean" if counts and name != "loss" else "sum"
             metrics[f"{name.replace(':', '_')}:{reduction}"] = float(values[0])
-        outputs = of_datums(datums, result.batch.column(trained.output))
+        outputs = datum_values(datums, result.batch.column(trained.output))
         return training_output(trained.field, outputs, metrics)
 
     def optim_step(self, model: ServedModel, settings: OptimStepSettings) -> JsonObject:
@@ -262,7 +262,7 @@ class TrainingOps:
         Target i is scored as the token after token i, even if the row has another token there. A
         reward model gives one score per row, at the last token, and NaN at other tokens.
         """
-        return of_datums(datums, self._outputs(state, role, batch_of(datums))) if datums else []
+        return datum_values(datums, self._outputs(state, role, batch_of(datums))) if datums else []
 
     def top_tokens(self, state: str, role: str, datum: Datum, k: int) -> tuple[Array, Array]:
         """Return the ids and log-probs of the `k` likeliest tokens after each token, [N, k]."""
@@ -271,7 +271,7 @@ class TrainingOps:
         if names[0][0] not in columns:
             raise ConfigError(f"the role {role} has no likeliest tokens: it computes no log-probs.")
         ids, log_probs = (
-            np.stack([of_datums([datum], columns[name])[0] for name in part], axis=1)
+            np.stack([datum_values([datum], columns[name])[0] for name in part], axis=1)
             for part in names
         )
         return ids, log_probs

@@ -270,7 +270,7 @@ AT_MOST = {
     "update_every": 1,
 }
 """Key of any section -> its largest value."""
-OF_EVERY_RUN: dict[str, Any] = {
+COMMON_SETTINGS: dict[str, Any] = {
     "trainer.device": "cpu",
     "trainer.backend": "local",
     "trainer.simulate": None,
@@ -287,7 +287,7 @@ OF_EVERY_RUN: dict[str, Any] = {
     "cpus_per_process": None,
     "pool_resources": {},
 }
-OF_SAMPLING: dict[str, Any] = {
+SAMPLING_SETTINGS: dict[str, Any] = {
     "data.total_prompts": None,
     "reward.max_failed_fraction": 0.0,
     "environment.max_failed_fraction": 0.0,
@@ -295,7 +295,7 @@ OF_SAMPLING: dict[str, Any] = {
     "actor_rollout_ref.rollout.engine_kwargs": {},
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
 }
-OF_ASYNC: dict[str, Any] = {
+ASYNC_SETTINGS: dict[str, Any] = {
     "async_training.sample_routes": None,
     "async_training.weight_routes": None,
     "async_training.prompts_per_call": None,
@@ -306,7 +306,7 @@ OF_ASYNC: dict[str, Any] = {
 
 def small_config(config: C, folder: Path) -> C:
     """Return the configuration of the rehearsal, which writes only into `folder`."""
-    changes = OF_EVERY_RUN | {"trainer.default_local_dir": str(folder / "run")}
+    changes = COMMON_SETTINGS | {"trainer.default_local_dir": str(folder / "run")}
     models: dict[str, str] = {}
 
     def small_model(path: str) -> str:
@@ -375,7 +375,7 @@ def _with_few_ranks(config: C) -> C:
     }
     if hasattr(config, "async_training"):
         trainers = sizes[pools["actor"]][0]
-        changes |= OF_ASYNC | {"async_training.trainers": trainers}
+        changes |= ASYNC_SETTINGS | {"async_training.trainers": trainers}
     return replace_keys(config, changes)
 
 
@@ -396,7 +396,7 @@ def _sizes(config: Any) -> dict[str, Any]:
     prompts = min(batch, max(4, SAMPLES // n // 4 * 4))
     longest = RESPONSE_OF_TURNS if has_environment(config) else RESPONSE
     response, penalty = min(data.max_response_length, longest), config.reward.overlong_penalty
-    changes = OF_SAMPLING | {
+    changes = SAMPLING_SETTINGS | {
         "data.train_batch_size": prompts,
         "data.max_response_length": response,
         "actor_rollout_ref.rollout.n": n,

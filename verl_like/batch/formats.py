@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from verl_like.batch.columns import Array, object_rows
 from verl_like.batch.ragged import ColumnValues, RaggedTensor
 from verl_like.errors import BatchError
-from verl_like.files import write_whole
+from verl_like.files import write_atomic
 from verl_like.tensor_ops import INTEGERS
 
 SMALL_BYTES = 4096
@@ -209,7 +209,7 @@ def _bytes_tensor(content: bytes) -> torch.Tensor:
 def _write(target: Path, stored: dict[str, torch.Tensor]) -> None:
     try:
         # not with safetensors' own writer: its files are readable only by their owner
-        write_whole(target, safetensors.torch.save(stored, metadata=_FORMAT))
+        write_atomic(target, safetensors.torch.save(stored, metadata=_FORMAT))
     except (KeyError, SafetensorError) as error:
         kinds = {}
         for name, column in stored.items():

@@ -220,7 +220,7 @@ class DataProto:
                 rows = len(column)
         everything: dict[str, Any] = {**tensors, **arrays}
         columns.check_lengths({name: len(column) for name, column in everything.items()})
-        return cls._of_parts(rows, tensors, arrays, meta_info)
+        return cls._from_parts(rows, tensors, arrays, meta_info)
 
     @classmethod
     def from_single_dict(
@@ -640,10 +640,10 @@ class DataProto:
         """
         from verl_like.batch import formats
 
-        return formats.load(filepath, cls._of_parts)
+        return formats.load(filepath, cls._from_parts)
 
     @classmethod
-    def _of_parts(
+    def _from_parts(
         cls,
         rows: int | None,
         tensors: dict[str, ColumnValues],
@@ -667,7 +667,7 @@ def _unpickled(
     """Rebuild a pickled batch."""
     from verl_like.batch import formats
 
-    return cls._of_parts(rows, formats.unpack_columns(tensors), *others)
+    return cls._from_parts(rows, formats.unpack_columns(tensors), *others)
 
 
 def _picked(entries: Mapping[str, T], keys: Keys, kind: str) -> dict[str, T]:

@@ -32,7 +32,7 @@ from types import CodeType
 from typing import Protocol
 
 from verl_like.calls.deadlines import STACKS_S
-from verl_like.errors import few
+from verl_like.errors import join_few
 
 logger = logging.getLogger(__name__)
 SIGNAL = signal.SIGUSR1
@@ -188,12 +188,12 @@ def describe_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank])
     words = [", ".join(map(str, run)) if len(run) < 3 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank {few(words, NAMED_SPANS)}"
+    return f"rank {join_few(words, NAMED_SPANS)}"
 
 
 def _by_place(place_of: Mapping[int, str]) -> str:
     alike = ranks_alike(place_of)
-    return few([f"{describe_ranks(ranks)} in {place_of[ranks[0]]}" for ranks in alike])
+    return join_few([f"{describe_ranks(ranks)} in {place_of[ranks[0]]}" for ranks in alike])
 
 
 def _collective_of(stack: str) -> str:
@@ -291,7 +291,9 @@ class HangWatch:
         if cause:
             self._explained = self._stacks
             names = [self._transport.describe(rank) for rank in ranks]
-            summary = f"{', '.join(late)}: {few(names)} made no progress for {LOOK_EVERY_S:g} s."
+            summary = (
+                f"{', '.join(late)}: {join_few(names)} made no progress for {LOOK_EVERY_S:g} s."
+            )
             logger.warning(
                 "%s",
                 describe_late_call(

@@ -26,7 +26,7 @@ from verl_like.calls.deadlines import LOOK_FROM, STACKS_S, WaitClock, in_daemon
 from verl_like.calls.messages import NOT_ARRIVED, Header, Pending, answer_payload
 from verl_like.calls.result import CallResult
 from verl_like.calls.transport import Transport
-from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, few
+from verl_like.errors import DispatchError, WaitTimeoutError, WorkerDiedError, WorkerError, join_few
 
 if TYPE_CHECKING:
     from verl_like.calls.diagnose import HangWatch
@@ -120,7 +120,7 @@ class WorkerFuture:
 
     def describe_late(self) -> str:
         """Describe the ranks without an answer: the first ones, and how many more."""
-        return few([self.transport.describe(call.rank, call.role) for call in self.open])
+        return join_few([self.transport.describe(call.rank, call.role) for call in self.open])
 
     def record(self, call: Pending, answer: Any) -> None:
         """Record a rank's answer, or the error if it died or its answer cannot be sent."""
@@ -473,7 +473,7 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
             if isinstance(error, WorkerDiedError):
                 grace_s, ends_at = min(grace_s, AFTER_DEATH_S), None
             ends_at = ends_at or time.monotonic() + grace_s
-        left = few([str(future) for n, future in enumerate(futures) if n not in outcomes])
+        left = join_few([str(future) for n, future in enumerate(futures) if n not in outcomes])
         first_line = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
         logger.error("%s failed: %s. Waiting for %s.", futures[place], first_line, left)
 

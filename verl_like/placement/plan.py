@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from verl_like.errors import InsufficientResourcesError, PlacementError, few
+from verl_like.errors import InsufficientResourcesError, PlacementError, join_few
 from verl_like.placement.pools import NodeSpec, ProcessNeeds, ResourcePool, cpu_share, roles_by_pool
 from verl_like.terminal import draw_table
 
@@ -376,4 +376,4 @@ def _describe_rooms(rooms: Sequence[_Room], chosen: Sequence[_Room]) -> str:
     for room in rooms:
         note = " (holds another part of this pool)" if room in chosen else ""
         names.setdefault(f"{room.free_resources}{note}", []).append(room.node.name)
-    return "; ".join(f"{few(of, 2)}: {left}" for left, of in names.items())
+    return "; ".join(f"{join_few(of, 2)}: {left}" for left, of in names.items())

@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-OF_PYTHON = 10_000
+FROZEN_BY_PYTHON = 10_000
 """If more objects than this are frozen, other code froze some: Python 3.12 itself freezes 375."""
 
 
@@ -18,7 +18,7 @@ def ignore_old_objects() -> Iterator[None]:
     are imported, which every full collection would walk. If the process had frozen objects before,
     nothing changes, because Python can only unfreeze all objects.
     """
-    if gc.get_freeze_count() > OF_PYTHON:
+    if gc.get_freeze_count() > FROZEN_BY_PYTHON:
         yield
         return
     gc.freeze()

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from verl_like.errors import DamagedCheckpointError
-from verl_like.files import read_json_object, write_whole
+from verl_like.files import read_json_object, write_atomic
 
-OF_TORCH = ("torch", "cuda")
+TORCH_GENERATORS = ("torch", "cuda")
 """Generators whose states are tensors of bytes."""
 
 
@@ -45,9 +45,9 @@ def save_random_state(path: Path) -> None:
     text = {
         "python": state["python"],
         "numpy": [kind, keys.tolist(), *rest],
-        **{n: state[n].numpy().tobytes().hex() for n in OF_TORCH if n in state},
+        **{n: state[n].numpy().tobytes().hex() for n in TORCH_GENERATORS if n in state},
     }
-    write_whole(path, json.dumps(text), to_disk=False)
+    write_atomic(path, json.dumps(text), to_disk=False)
 
 
 def load_random_state(path: Path) -> None:
@@ -68,7 +68,7 @@ def _read(path: Path) -> dict[str, Any]:
         "python": (version, tuple(numbers), gauss),
         "numpy": (kind, np.array(keys, dtype=np.uint32), *rest),
     }
-    for name in OF_TORCH:
+    for name in TORCH_GENERATORS:
         if name in text and (name != "cuda" or torch.cuda.is_available()):
             state[name] = torch.frombuffer(bytearray.fromhex(text[name]), dtype=torch.uint8)
     return state

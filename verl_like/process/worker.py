@@ -30,7 +30,7 @@ from verl_like.calls.dispatch import Dispatch, Execute, register
 from verl_like.errors import WorkerError
 from verl_like.process.info import ProcessInfo
 
-_OF_PROCESS: list[Store] = []
+_process_group_stores: list[Store] = []
 """Holds the store of the default process group, because torch does not keep its Python object."""
 _construction: ContextVar[tuple[ProcessInfo, dict[str, Worker]] | None] = ContextVar(
     "verl_like_construction", default=None
@@ -219,7 +219,7 @@ class Worker:
                 f"{self._process_info.rendezvous_s:.0f} s (timeouts.rendezvous_s) at "
                 f"{address}:{port} for {', '.join(missing)} to open the process group."
             ) from error
-        _OF_PROCESS[:] = [store]
+        _process_group_stores[:] = [store]
         return store if self.device.type == "cpu" else store.unsigned("group")
 
     def get_master_addr_port(self) -> tuple[str, int]:

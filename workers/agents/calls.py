@@ -137,9 +137,9 @@ def call_like(text: str) -> str:
     return match[0] if match else ""
 
 
-def of_user(function: Callable[[str], Sequence[Mapping[str, Any]]]) -> Parser:
+def user_parser(function: Callable[[str], Sequence[Mapping[str, Any]]]) -> Parser:
     """Make a parser of a function that returns a list of {"name": ..., "arguments": ...}."""
-    return lambda text: ([_of_object(call) for call in function(text)], "")
+    return lambda text: ([_call_from_object(call) for call in function(text)], "")
 
 
 def _blocks(text: str, name: str) -> list[tuple[int, int, list[ToolCall]]]:
@@ -206,7 +206,7 @@ def _bare(text: str, is_whole: bool) -> tuple[list[ToolCall], str]:
         with suppress(ValueError, RecursionError):
             objects, rest = _objects(bare)
             if all(isinstance(value, dict) and ARGUMENTS & {*value} for value in objects):
-                calls = [_of_object(value) for value in objects]
+                calls = [_call_from_object(value) for value in objects]
     outside = f"{before}{rest.removeprefix('```')}".strip()
     is_closed = not rest or rest.startswith("```")
     if not is_closed or is_whole and outside or not all(call.name for call in calls):
@@ -231,7 +231,7 @@ def _read(text: str, form: str) -> list[ToolCall]:
     if re.match(rf"\[?\s*{NAME}\(", text):
         return _pythonic(text)
     try:
-        return [_of_object(value) for value in _objects(text)[0] or [None]]
+        return [_call_from_object(value) for value in _objects(text)[0] or [None]]
     except (ValueError, RecursionError) as error:
         return [ToolCall("", {}, f"the call is not JSON: {error}")]
 
@@ -316,7 +316,7 @@ def _as_json(part: re.Match[str]) -> str:
     return json.dumps(part[1] if part[1] is not None else part[2])
 
 
-def _of_object(value: Any) -> ToolCall:
+def _call_from_object(value: Any) -> ToolCall:
     name = value.get("name", value.get("tool_name")) if isinstance(value, Mapping) else None
     if not isinstance(name, str):
         return ToolCall("", {}, 'a call is {"name": ..., "arguments": {...}}')

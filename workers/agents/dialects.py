@@ -202,14 +202,14 @@ def _message_events(answer: Body) -> list[Body]:
 
 # --------------------------------------------------------------------------------------- OpenAI's
 
-OF_SERVER = ("include", "truncation", "background", "conversation", "client_metadata")
+SERVER_ONLY = ("include", "truncation", "background", "conversation", "client_metadata")
 """Request fields that are ignored, because they concern OpenAI's servers."""
 
 
 def _from_responses(body: Body) -> Body:
     """Return a request of OpenAI's Responses API as a chat request."""
     translated = ("instructions", "input", "tools", "tool_choice", "max_output_tokens", "text")
-    chat = {name: value for name, value in body.items() if name not in (*translated, *OF_SERVER)}
+    chat = {name: value for name, value in body.items() if name not in (*translated, *SERVER_ONLY)}
     system, items = body.get("instructions"), body.get("input") or ()
     messages: list[Body] = [{"role": "system", "content": system}] if system else []
     if isinstance(items, str):

@@ -76,9 +76,9 @@ class Observation:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
-            raise TypeError(f"the text of an Observation is {shown(self.text)}, not a string")
+            raise TypeError(f"the text of an Observation is {repr_of(self.text)}, not a string")
         if not isinstance(self.images, list | tuple):
-            raise TypeError(f"the images of an Observation are {shown(self.images)}, not a list")
+            raise TypeError(f"the images of an Observation are {repr_of(self.images)}, not a list")
         finite_reward(self.reward)
         _ = self.content  # an error is raised here, in the environment's code
 
@@ -264,7 +264,7 @@ def finite_reward(reward: Any) -> float:
     return number
 
 
-def shown(value: Any) -> str:
+def repr_of(value: Any) -> str:
     """Return the type and the value, for error messages."""
     return f"{type(value).__name__} {value!r:.80}"
 

@@ -168,7 +168,7 @@ class AgentSession:
         """Complete the waiting request with a sampled turn."""
         self._conversations[player].answers.put(answer)
 
-    def of_model(self, model: str) -> Conversation:
+    def conversation_with(self, model: str) -> Conversation:
         """Return the conversation of the player whose name a request has as its model."""
         if "" in self._conversations:
             return self._conversations[""]
@@ -437,7 +437,7 @@ def in_chat(dialect: Dialect, body: Any, session: AgentSession) -> dict[str, Any
         raise RejectedRequest(f"the body cannot be read: {error!r:.200}") from error
     previous = chat.pop("previous_response_id", None)
     if previous:
-        before = session.of_model(str(body.get("model"))).before(str(previous))
+        before = session.conversation_with(str(body.get("model"))).before(str(previous))
         system = [message for message in chat["messages"] if message["role"] == "system"]
         rest = [message for message in chat["messages"] if message["role"] != "system"]
         if system:
@@ -569,7 +569,7 @@ class _AgentHandler(BaseHTTPRequestHandler):
             body = in_chat(dialect, body, session)
         request = read_request("v1/chat/completions" if dialect else path, body)
         request.is_retry = self.headers.get("x-stainless-retry-count", "0") != "0"
-        response = completion(request, session.of_model(request.model).ask(request))
+        response = completion(request, session.conversation_with(request.model).ask(request))
         if dialect is not None:
             response = dialect.answer(response)
         if not request.streams:

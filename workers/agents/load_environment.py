@@ -19,7 +19,7 @@ from typing import Any
 from verl_like.errors import ConfigError, nearest
 from verl_like.process.sandbox import Sandbox
 from verl_like.registry import load_attribute, load_object
-from workers.agents.calls import FORMS, Parser, of_user, parse
+from workers.agents.calls import FORMS, Parser, parse, user_parser
 from workers.agents.environment import (
     ENVIRONMENT_ADAPTERS,
     NO_TOOLS,
@@ -101,7 +101,7 @@ class EnvironmentSpec:
                 f"environment.tool_call_parser={path}: use FILE.py:FUNCTION, or one of "
                 f"{', '.join(FORMS)}.{nearest(path, FORMS)}"
             )
-        return of_user(object_at(path, "environment.tool_call_parser"))
+        return user_parser(object_at(path, "environment.tool_call_parser"))
 
     def _agent(
         self, function: Callable[..., Any], kwargs: dict[str, Any], parser: Parser
@@ -165,7 +165,7 @@ class Loaded:
         return any(map(inspect.iscoroutinefunction, (self.agent, *methods, *functions)))
 
     @cached_property
-    def of_reset(self) -> list[inspect.Parameter]:
+    def reset_parameters(self) -> list[inspect.Parameter]:
         """The parameters of `reset`, read once before processes of trajectories are forked."""
         if self.cls is None:
             return []
@@ -176,7 +176,7 @@ class Loaded:
         """Columns of a row that `reset` requires."""
         return [
             parameter.name
-            for parameter in self.of_reset
+            for parameter in self.reset_parameters
             if parameter.default is parameter.empty
             and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
             and parameter.name not in ("row", "rng")
@@ -263,7 +263,7 @@ def _check_signatures(loaded: Loaded, path: str) -> None:
             f"{dict(loaded.kwargs)}: {error}. Rows are passed to reset(row, rng), not to the "
             "constructor."
         ) from error
-    for parameter in loaded.of_reset:
+    for parameter in loaded.reset_parameters:
         if parameter.kind is parameter.POSITIONAL_ONLY:
             raise ConfigError(
                 f"environment={path}: reset is called with keyword arguments, but "

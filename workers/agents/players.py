@@ -53,7 +53,7 @@ OWN_COLUMNS = ("prompt", "ground_truth", "data_source", "extra_info")
 """Columns that every row has for `reset`, in addition to your own columns."""
 MAX_OPEN = 1024
 """Maximum number of concurrent environments per rollout process."""
-OF_ALL = -1
+SHARED_NOISE_INDEX = -1
 """The index of the noise that all samples of a prompt share."""
 PROCESSES = 4
 """Number of processes per environment that the sandbox allows on average."""
@@ -155,7 +155,7 @@ def _starts(data: DataProto, seed_of: SeedOf, kinds: Mapping[str, Kind]) -> list
             if len(starts) < place or starts[-place].environment_key != (prompt_uid, index):
                 raise RolloutError(f"rollout: {name} is missing the other players {players}.")
             row = dict(starts[-place].row)
-        seeds = seed_of(prompt_uid, OF_ALL), seed_of(prompt_uid, index)
+        seeds = seed_of(prompt_uid, SHARED_NOISE_INDEX), seed_of(prompt_uid, index)
         tools = None if kind == "" else kinds[kind].tools
         start = TrajectoryStart(row["prompt"], row, seeds, key, name, tools=tools)
         start = replace(start, environment_key=(prompt_uid, index), player=player * bool(players))
@@ -304,7 +304,7 @@ class TurnLoop:
         """
         budget = CollectBudget(max_tokens, seconds)
         for trajectory in self._trajectories.values():
-            trajectory.num_sampled_in_take = 0
+            trajectory.num_sampled_in_call = 0
         try:
             while self._environments:
                 queued = self._in(TrajectoryState.QUEUED)
@@ -387,7 +387,7 @@ class TurnLoop:
             running[request_id].on_sample(sample)
         if budget.max_tokens is None:
             return False
-        most = max(trajectory.num_sampled_in_take for trajectory in self._trajectories.values())
+        most = max(trajectory.num_sampled_in_call for trajectory in self._trajectories.values())
         return most >= budget.max_tokens or (is_early and not samples)
 
     def _receive(self, seconds: float) -> int:

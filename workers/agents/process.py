@@ -42,7 +42,7 @@ from workers.agents.environment import (
     TrajectoryEnd,
     answer_call,
     finite_reward,
-    shown,
+    repr_of,
     waited,
 )
 from workers.agents.load_environment import EnvironmentSpec, Loaded
@@ -246,8 +246,8 @@ class Episode:
         """
         text = None
         if self._env is not None:  # pass the parameters of `reset`: columns, the row, the rng
-            names = {p.name for p in self._loaded.of_reset}
-            takes_all = any(p.kind is p.VAR_KEYWORD for p in self._loaded.of_reset)
+            names = {p.name for p in self._loaded.reset_parameters}
+            takes_all = any(p.kind is p.VAR_KEYWORD for p in self._loaded.reset_parameters)
             arguments = {**row, "row": dict(row)}
             if "rng" in names:
                 arguments["rng"] = np.random.default_rng(self._seeds[0])
@@ -275,7 +275,7 @@ class Episode:
                 raise ValueError("reset returned a reward, before the first turn")
             answer = answer.content
         elif answer is not None and not isinstance(answer, str):
-            raise TypeError(f"reset returned {shown(answer)}, not a text, an Observation or None")
+            raise TypeError(f"reset returned {repr_of(answer)}, not a text, an Observation or None")
         return {"text": answer}
 
     def _of_players(
@@ -285,7 +285,7 @@ class Episode:
         players = self._loaded.players
         if not isinstance(answers, Mapping) or not {*answers} <= {*players}:
             raise TypeError(
-                f"{method} returned {shown(answers)}; expected a dict with keys from "
+                f"{method} returned {repr_of(answers)}; expected a dict with keys from "
                 f"{', '.join(players)}"
             )
         replies = {player: read(answer) for player, answer in answers.items()}
@@ -352,7 +352,9 @@ class Episode:
             reward = finite_reward(answer.reward)
             return {"end": True, "reward": reward, "truncated": bool(answer.truncated)}
         if not isinstance(answer, Observation):
-            raise TypeError(f"step returned {shown(answer)}, not an Observation or a TrajectoryEnd")
+            raise TypeError(
+                f"step returned {repr_of(answer)}, not an Observation or a TrajectoryEnd"
+            )
         message = {"role": "user", "content": answer.content}
         return {"messages": [message], "reward": finite_reward(answer.reward)}
 

@@ -51,8 +51,15 @@ NO_MATTER = {
 """Request fields that have no effect on sampling."""
 COUNTS = ("max_tokens", "max_completion_tokens", "n")
 """Request fields that must be at least 1."""
-OF_CHAT = {"messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"}
-OF_IDS = {
+CHAT_FIELDS = {
+    "messages",
+    "tools",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+}
+TOKEN_ID_FIELDS = {
     "token_ids",
     "max_tokens",
     "skip_special_tokens",
@@ -190,7 +197,7 @@ def read_request(path: str, body: Any) -> Request:
         if count < 1:
             raise RejectedRequest(f"{name}={count} is less than 1", name)
     longest = [count for name, count in counts.items() if name != "n"]
-    known = NO_MATTER | (OF_CHAT if is_chat else OF_IDS)
+    known = NO_MATTER | (CHAT_FIELDS if is_chat else TOKEN_ID_FIELDS)
     request = Request(
         is_chat,
         max_tokens=min(longest, default=None),

@@ -128,7 +128,7 @@ class Trajectory:
     """The text to read next, and True if it replaces everything that was read before."""
     observed_images: Sequence[Any] = ()
     """Path and hash of each image in the observation."""
-    num_sampled_in_take: int = 0
+    num_sampled_in_call: int = 0
     """Tokens that the loop's current `collect` has sampled."""
     chat: list[Message] = field(default_factory=list)
     """The messages so far; with `history_tokens=sampled`, only until the first turn."""
@@ -325,7 +325,7 @@ class Trajectory:
         sampled_ids = self.sample.tokens[len(self.turns) :].tolist()
         self.turns += [self.num_turns] * len(sampled_ids)
         self.num_turns += 1
-        self.num_sampled_in_take += len(sampled_ids)
+        self.num_sampled_in_call += len(sampled_ids)
         is_full = len(self.sample.tokens) == self.setting.sampling.max_tokens
         is_full |= self._left_in_segment([]) == 0
         if sample.finish_reason == LENGTH_LIMIT and is_full:

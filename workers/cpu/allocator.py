@@ -14,9 +14,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-LARGEST_KEPT = 2**30
+MAX_REUSED_BLOCK = 2**30
 """Largest tensor, in bytes, whose memory is reused; larger tensors get fresh memory."""
-MAX_KEPT = 2**31 - 1
+MAX_FREE_HEAP = 2**31 - 1
 """Maximum number of free bytes at the end of the heap that the process keeps."""
 LARGEST_OF_HEAP = 2**20
 """Largest allocation from the heap, in bytes, inside `free_immediately`."""
@@ -45,9 +45,9 @@ def keep_freed_memory() -> bool:
     if settings_of_user() or mallopt is None:
         return False
 
-    keeps = bool(mallopt(_MMAP_THRESHOLD, LARGEST_KEPT))
-    _reused["largest"] = LARGEST_KEPT * keeps
-    return keeps and bool(mallopt(_TRIM_THRESHOLD, MAX_KEPT))
+    keeps = bool(mallopt(_MMAP_THRESHOLD, MAX_REUSED_BLOCK))
+    _reused["largest"] = MAX_REUSED_BLOCK * keeps
+    return keeps and bool(mallopt(_TRIM_THRESHOLD, MAX_FREE_HEAP))
 
 
 @contextmanager

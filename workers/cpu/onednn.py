@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-KERNELS_KEPT = 256
+MAX_CACHED_KERNELS = 256
 """Maximum number of kernels per process, in each of the two caches."""
 CACHE_LIMITS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables that bound the caches of oneDNN and torch."""
@@ -38,7 +38,7 @@ def limit_kernel_caches() -> None:
     so an engine calls this during construction, before it computes anything.
     """
     for name in CACHE_LIMITS:
-        os.environ.setdefault(name, str(KERNELS_KEPT))
+        os.environ.setdefault(name, str(MAX_CACHED_KERNELS))
 
 
 def supports(weight: Tensor) -> bool:

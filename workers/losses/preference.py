@@ -265,8 +265,8 @@ def measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
     if settings.reference_free:
         columns = {**columns, "ref_log_probs": torch.zeros_like(columns["log_probs"])}
     if "desirable" in columns:
-        return _of_rows(columns, settings)
-    return _of_pairs(columns, settings)
+        return _row_measures(columns, settings)
+    return _pair_measures(columns, settings)
 
 
 def rewards(columns: Mapping[str, Tensor], settings: Any) -> Tensor:
@@ -283,7 +283,7 @@ def rewards(columns: Mapping[str, Tensor], settings: Any) -> Tensor:
     return beta * per_token(log_probs, columns["num_tokens"])
 
 
-def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
+def _pair_measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
     """Return the loss and the metrics of each pair."""
     log_probs, num_tokens = columns["log_probs"], columns["num_tokens"]
     loss = compute_losses(settings.loss, columns, settings)
@@ -306,7 +306,7 @@ def _of_pairs(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]
     return measured
 
 
-def _of_rows(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
+def _row_measures(columns: Mapping[str, Tensor], settings: Any) -> dict[str, Tensor]:
     """Return the loss and the metrics of each labeled response."""
     is_good = columns["desirable"] != 0
     of_labels = {}

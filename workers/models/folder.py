@@ -47,12 +47,12 @@ def model_folder(path: str, weights: bool = True) -> Path:
     Without `weights` only the small files are guaranteed to be there.
     """
     if is_remote(path):
-        from verl_like.remote_files import fetched
+        from verl_like.remote_files import local_copy
 
         def is_small(name: str) -> bool:
             return any(fnmatch(name, pattern) for pattern in SMALL_FILES)
 
-        path = str(fetched(path, "model.path", (lambda name: True) if weights else is_small))
+        path = str(local_copy(path, "model.path", (lambda name: True) if weights else is_small))
     if not is_on_hub(path):
         folder = Path(path).expanduser()
         check_small_files(folder)

@@ -155,7 +155,7 @@ def model_shapes(
     model = _Described(repr(config), described_by(config), head, config)
     if stage is None:
         return _unsplit(model, compute, tp)
-    return _of_stages(model, compute, tp, replace(stage, rank=0))[stage.rank]
+    return _stage_shapes(model, compute, tp, replace(stage, rank=0))[stage.rank]
 
 
 class CountedWeights:
@@ -217,7 +217,7 @@ def _ids(weights: Iterable[Tensor]) -> set[int]:
 
 
 @cache
-def _of_stages(
+def _stage_shapes(
     model: _Described, compute: torch.dtype, tp: int, stage: StageOf
 ) -> list[ModelShapes]:
     """Return the shapes of every rank in the pipeline that `stage` belongs to."""

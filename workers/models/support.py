@@ -46,7 +46,7 @@ FLAGS = ("alibi", "is_causal", "is_decoder", "use_bidirectional_attention")
 """Fields that change how the layers of a class read other tokens."""
 LONGROPE = "longrope"
 """The kind of rotary positions whose factors depend on the length of a row."""
-Ways = Mapping[str, frozenset[str]]
+Capabilities = Mapping[str, frozenset[str]]
 """Correct way -> the limits within which it is correct."""
 
 
@@ -59,22 +59,22 @@ class Support:
     config: Any
     attention: str
     """The attention that the model is built with: eager or sdpa."""
-    ways: Ways | None
+    capabilities: Capabilities | None
     """None if the class is not listed."""
 
     @classmethod
     def of(cls, config: Any, built_with: str = "") -> Support:
         """Return the support for a config, with this attention or by default the config's own."""
         is_eager = (built_with or config.get_text_config()._attn_implementation) == "eager"
-        ways = ways_of(model_class(config).__name__, features(config))
+        ways = capabilities_of(model_class(config).__name__, features(config))
         return cls(config.model_type, config, "eager" if is_eager else "sdpa", ways)
 
     def why_not(self, way: str, longest: int = 0) -> str:
         """Return why a way is not known to be correct for rows of up to `longest` tokens, or ""."""
         name = " ".join([model_class(self.config).__name__, *sorted(features(self.config))])
-        if self.ways is None:
+        if self.capabilities is None:
             return f"{name} is not in the table of tested classes"
-        within = self.ways.get(f"{way}@{self.attention}", self.ways.get(way))
+        within = self.capabilities.get(f"{way}@{self.attention}", self.capabilities.get(way))
         if within is None:
             return f"in a test of {name}, it was wrong"
         for limit, value in window_sizes(self.config):
@@ -86,7 +86,7 @@ class Support:
         return ""
 
 
-def ways_of(class_name: str, having: frozenset[str]) -> Ways | None:
+def capabilities_of(class_name: str, having: frozenset[str]) -> Capabilities | None:
     """Return what is correct in the tested configuration with these features.
 
     If there is none, return what is correct in all tested configurations with these and more.
@@ -101,8 +101,8 @@ def ways_of(class_name: str, having: frozenset[str]) -> Ways | None:
 
 
 @functools.cache
-def _table() -> dict[str, list[tuple[frozenset[str], Ways]]]:
-    table: dict[str, list[tuple[frozenset[str], Ways]]] = {}
+def _table() -> dict[str, list[tuple[frozenset[str], Capabilities]]]:
+    table: dict[str, list[tuple[frozenset[str], Capabilities]]] = {}
     for key, words in json.loads(TABLE.read_text(encoding="utf-8")).items():
         class_name, *names = key.split()
         ways = {}

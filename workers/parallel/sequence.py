@@ -130,7 +130,7 @@ class Split:
     counts: list[int]
     """Number of positions that each rank reads."""
 
-    def of_rank(self, column: Tensor) -> Tensor:
+    def local_part(self, column: Tensor) -> Tensor:
         """Select this rank's part of a column with one number per position read."""
         rank = self.group.rank()
         return column[self.numbers.split(self.counts)[rank].to(column.device)]

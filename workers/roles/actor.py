@@ -72,7 +72,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         """Build the model and its training engine."""
         super().__init__()
         self.policy = config.actor_rollout_ref
-        self.config = self.policy.actor
+        self.config: ActorConfig = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
         self.objective_settings = PolicySettings.of(config, self.temperature)
         self.ptx_loss = lm_loss(config.ptx.coef, "ptx_loss", is_balanced=False)

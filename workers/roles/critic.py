@@ -60,7 +60,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
     def __init__(self, config: WorkersConfig) -> None:
         """Build the model and its training engine."""
         super().__init__()
-        self.config = config.critic
+        self.config: CriticConfig = config.critic
         actor, critic = config.actor_rollout_ref.actor, config.critic
         self.loss_agg_mode = critic.loss_agg_mode or actor.loss_agg_mode
         self.loss_scale_factor = actor.loss_scale_factor

@@ -22,6 +22,7 @@ from verl_like.errors import CheckpointError
 from workers.columns import SEQUENCE_COLUMNS, Column, batch_columns
 from workers.config import (
     FrozenFSDPConfig,
+    RefConfig,
     WorkersConfig,
     is_actors_module,
     reference_model,
@@ -47,7 +48,7 @@ class ReferenceWorker(BackgroundSaves, WeightReceiver, ModelWorker):
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         policy = config.actor_rollout_ref
-        self.config = policy.ref
+        self.config: RefConfig = policy.ref
         self.temperature = log_prob_temperature(policy.rollout)
         self.budget = pass_budget(config, self.config.log_prob_micro_batch_size_per_gpu)
         self.follows = self.config.update_every is not None

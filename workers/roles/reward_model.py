@@ -31,7 +31,7 @@ class RewardModelWorker(ModelWorker):
 
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
-        self.config = _reward_of(config, self.role)
+        self.config: RewardConfig = _reward_of(config, self.role)
         self.policy_path = config.actor_rollout_ref.model.path
         rows = self.config.micro_batch_size_per_gpu
         self.budget = budget_of_actor(config) if rows is None else MicroBatchBudget(rows=rows)

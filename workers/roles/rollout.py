@@ -36,7 +36,7 @@ from verl_like.calls.dispatch import (
 from verl_like.errors import RolloutError, WeightSyncError
 from verl_like.process.worker import Worker
 from workers.columns import IMAGES, NAMED, batch_columns, require
-from workers.config import WorkersConfig, has_environment, replays_routing
+from workers.config import RolloutConfig, WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos, set_template_variables
 from workers.models.state import named_state
 from workers.rollout.base import RolloutEngine, SamplingParams, in_step
@@ -84,7 +84,7 @@ class RolloutWorker(WeightReceiver, Worker):
     def __init__(self, config: WorkersConfig) -> None:
         super().__init__()
         self.policy = config.actor_rollout_ref
-        self.config = self.policy.rollout
+        self.config: RolloutConfig = self.policy.rollout
         self.prompt_width: int = config.data.max_prompt_length
         self.response_width: int = config.data.max_response_length
         self.seed: int = config.trainer.seed

@@ -221,7 +221,7 @@ def check_decoding(config: Any, longest: int) -> None:
     """Reject a class whose `generate` raises an error on text, with a cache and without."""
     support = Support.of(config)
     reason = support.why_not("generate")
-    if reason and support.ways is not None and support.why_not("cached", longest):
+    if reason and support.capabilities is not None and support.why_not("cached", longest):
         raise ConfigError(
             f"actor_rollout_ref.rollout.name=hf cannot decode model type {config.model_type!r}: "
             f"{reason}. Set actor_rollout_ref.rollout.name=native or vllm."

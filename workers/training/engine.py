@@ -97,7 +97,7 @@ class TrainEngine(Model):
         self.reading = reading or Reading()
         self.optimizer: torch.optim.Optimizer | None = None
         self.has_gradients = False
-        self.kept_gradients: dict[int, Tensor] = {}
+        self.stored_gradients: dict[int, Tensor] = {}
         """Gradients by number of the parameter (`workers.training.gradient_products`)."""
         self.gradient_norms: dict[str, float] | None = None
         """Weight -> the norm of its gradient in the last step; None if they are not recorded."""

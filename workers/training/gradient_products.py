@@ -29,9 +29,9 @@ def take_gradients(engine: TrainEngine, keep: bool = False) -> dict[str, float]:
         if parameter.grad is not None and id(parameter) not in copies
     }
     if keep:
-        engine.kept_gradients = gradients
-    both = sorted(gradients.keys() & engine.kept_gradients.keys())
-    pairs = [(gradients[number], engine.kept_gradients[number]) for number in both]
+        engine.stored_gradients = gradients
+    both = sorted(gradients.keys() & engine.stored_gradients.keys())
+    pairs = [(gradients[number], engine.stored_gradients[number]) for number in both]
     square = product([(gradient, gradient) for gradient in gradients.values()], engine.groups)
     numbers = {"norm": math.sqrt(square), "dot": product(pairs, engine.groups)}
     engine.optimizer.zero_grad(set_to_none=True)

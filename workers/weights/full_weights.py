@@ -52,10 +52,10 @@ def hashes_of(payloads: Sequence[Tensor]) -> list[int]:
     """Return `hash_of` for each tensor; the hashes on a device are copied to the host together."""
     if not payloads or payloads[0].is_cpu:
         return [xxhash.xxh3_64_intdigest(payload.numpy().data) for payload in payloads]
-    return fetched([hash_on_device(payload) for payload in payloads])
+    return hashes_on_host([hash_on_device(payload) for payload in payloads])
 
 
-def fetched(hashes: Sequence[Tensor]) -> list[int]:
+def hashes_on_host(hashes: Sequence[Tensor]) -> list[int]:
     """Copy hashes to the host together, which waits for the device once."""
     values: list[int] = to_host(torch.stack(list(hashes))).tolist() if hashes else []
     return values
@@ -147,7 +147,7 @@ def float32_hash(tensor: Tensor) -> Tensor:
 def checksum_of_hashes(hashes: Mapping[str, NumberedTensor]) -> str:
     """Return the checksum of tensors from their shapes and `float32_hash`es."""
     numbers = [number for _, number in hashes.values()]
-    parts = zip(hashes, hashes.values(), fetched(numbers), strict=True)
+    parts = zip(hashes, hashes.values(), hashes_on_host(numbers), strict=True)
     return digest_of((name, shape, number) for name, (shape, _), number in parts)
 
 

@@ -32,8 +32,8 @@ from workers.weights.full_weights import (
     Stopwatch,
     as_integers,
     describe_problems,
-    fetched,
     hash_of,
+    hashes_on_host,
     raise_problems,
 )
 from workers.weights.sync import PublishReport
@@ -228,7 +228,7 @@ class Snapshot:
         self.buckets = list(filling)
         if on_device:  # waits for the copies, too
             entries = [entry for bucket in self.buckets for entry in bucket.entries]
-            for entry, value in zip(entries, fetched([e[3] for e in entries]), strict=True):
+            for entry, value in zip(entries, hashes_on_host([e[3] for e in entries]), strict=True):
                 entry[3] = value
         del self._rooms[len(self.buckets) :]
 

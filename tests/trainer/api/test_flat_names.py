@@ -11,9 +11,9 @@ import pytest
 from trainer import DPO, GRPO, KTO, PPO, SFT, AsyncPPO, RewardModelTraining
 from trainer.api.flat_names import (
     LIKE_TRL,
-    OF_PPO,
-    OF_TRL,
-    PPO_OBJECTS_OF_TRL,
+    PPO_NAMES,
+    TRL_NAMES,
+    TRL_PPO_OBJECTS,
     PPOKeys,
     RowKeys,
     settings_of,
@@ -161,10 +161,10 @@ def test_a_notice_of_a_call_is_shown_once(
 
 
 def test_names_of_trl_clash_with_no_key() -> None:
-    names = OF_TRL | LIKE_TRL
+    names = TRL_NAMES | LIKE_TRL
     keys = {*named_keys(PPO_RECIPE.schema)}
-    assert {*names.values()} <= {*OF_PPO, *keys}
-    assert not (names | PPO_OBJECTS_OF_TRL).keys() & {*OF_PPO, *keys}
+    assert {*names.values()} <= {*PPO_NAMES, *keys}
+    assert not (names | TRL_PPO_OBJECTS).keys() & {*PPO_NAMES, *keys}
 
 
 def test_the_arguments_of_a_trl_trainer_are_accepted(tiny_dir: Path, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_generator_settings_have_the_types_of_rollout_keys(tiny_dir: Path, tmp_p
     ):
         settings = overrides(tiny_dir, tmp_path, LOCAL, f"{GENERATORS}{setting}")
         config = load_config(settings, ASYNC)
-        rollout = config.of_role("rollout").actor_rollout_ref.rollout
+        rollout = config.for_role("rollout").actor_rollout_ref.rollout
         assert (rollout.kv_cache_gib, type(rollout.kv_cache_gib)) == (1.0, float)
         assert rollout.max_num_seqs == (8 if "8" in setting else 256)
 

@@ -141,8 +141,8 @@ def test_generators_have_the_roles_that_score() -> None:
 def test_each_reward_model_of_a_further_generator_has_its_own_reward() -> None:
     rewards = "reward.list=[{name: a, kind: model, path: x}, {name: b, kind: model, path: y}]"
     config = configured(rewards, "async_training.generators=2")
-    assert [reward.path for reward in config.of_role("reward_model_b_1").reward.list] == ["y"]
-    assert [reward.path for reward in config.of_role("reward_model_1").reward.list] == ["x"]
+    assert [reward.path for reward in config.for_role("reward_model_b_1").reward.list] == ["y"]
+    assert [reward.path for reward in config.for_role("reward_model_1").reward.list] == ["x"]
     assert config.role_workers["reward_model_b_1"] == config.role_workers["reward_model_b"]
 
 

@@ -88,7 +88,7 @@ def test_immediate_weights_keep_or_recompute_the_old_cache(tiny_dir: Path, tmp_p
 def test_a_response_over_several_calls_continues_with_newer_weights(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    take = Generator._take
+    take = Generator._collect
 
     def wait_for_newer(generator: Generator) -> None:
         take(generator)

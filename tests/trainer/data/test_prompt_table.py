@@ -142,7 +142,7 @@ def test_values_that_cannot_be_stored_are_computed(
         shutil.rmtree(cache_folder("prompts"))
     else:
         refuse = OSError(errno.EROFS, "Read-only file system")
-        monkeypatch.setattr(prompt_table, "write_whole", Mock(side_effect=refuse))
+        monkeypatch.setattr(prompt_table, "write_atomic", Mock(side_effect=refuse))
     assert [cached.remembered("digest", lambda: "1") for _ in range(2)] == ["1", "1"]
     assert "is not stored for later runs" in caplog.text
     assert cached.row(4) == make_rows()[4]

@@ -72,7 +72,7 @@ class ReportingConfig(RunConfig):
     def child_pools(self) -> frozenset[str]:
         return frozenset(pool for pool in self.resource_pool_spec if pool.startswith("generator_"))
 
-    def of_role(self, role: str) -> RunConfig:
+    def for_role(self, role: str) -> RunConfig:
         return replace(self, trainer=replace(self.trainer, experiment_name=f"run of {role}"))
 
 

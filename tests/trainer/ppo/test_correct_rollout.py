@@ -14,7 +14,7 @@ from tests.integration.runs import FEW_ROWS, POLICY_ALONE, calls, lines, overrid
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import learned, make_batch, own_chunk, started, tiny_config
 from trainer import load_config, run
-from trainer.config.keys import read
+from trainer.config.keys import value_at
 from trainer.config.unused_keys import unused_reason
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.filters import active_filters, correct_rollout
@@ -135,7 +135,7 @@ def test_corrected_updates_do_not_depend_on_ranks_and_micro_batches(tiny_dir: Pa
 def test_every_key_of_a_correction_preset_is_read(preset: str) -> None:
     config = load_config([*NEEDED, f"correction={preset}"])
     for name, value in CARDS.preset_leaves("correction", preset).items():
-        assert read(config, f"{SECTION}.{name}") == value
+        assert value_at(config, f"{SECTION}.{name}") == value
         assert unused_reason(config, f"{SECTION}.{name}") is None
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import load
 from trainer import load_config
-from trainer.config.keys import read
+from trainer.config.keys import value_at
 from trainer.config.unused_keys import unused_reason
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
@@ -23,7 +23,7 @@ def test_presets_are_read_and_consistent(preset: str, caplog: pytest.LogCaptureF
     leaves = CARDS.preset_leaves("algorithm", preset)
     for key, value in leaves.items():
         if not str(value).startswith("${"):
-            assert read(config, key) == value, key
+            assert value_at(config, key) == value, key
 
     assert [key for key in leaves if unused_reason(config, key) is not None] == []
     assert [text for text in caplog.messages if text.startswith("warning ")] == []

@@ -14,7 +14,7 @@ import pytest
 from tests.trainer.run_folder.checkpoints import Role, checkpoints
 from tests.waiting import LIMIT_S
 from trainer.run_folder.checkpoint import Checkpoints
-from trainer.run_folder.folder import committed, read_marker
+from trainer.run_folder.folder import read_marker, saved_steps
 from verl_like.errors import CheckpointError, WorkerDiedError
 from workers.training.checkpoints.manifest import NUMBERS, read_manifest, write_manifest
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_is_committed_when_every_rank_has_written(tmp_path: Path) -
     run = run_with_open_write(tmp_path, writer)
     writer.number = 8  # training continues
     assert run.commit() == []
-    assert committed(tmp_path) == []
+    assert saved_steps(tmp_path) == []
     assert not (tmp_path / "latest_checkpointed_iteration.txt").exists()
     writer.gate.set()
     run.finish()
@@ -99,18 +99,18 @@ def test_the_next_checkpoint_waits_for_the_previous_one(tmp_path: Path) -> None:
     run = run_with_open_write(tmp_path, first, 2)
     threading.Timer(0.1, first.gate.set).start()
     run.write(4, {"actor": second}, {"global_step": 4})
-    assert committed(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
     second.gate.set()
     assert tmp_path / "global_step_2" in run.commit()
     run.finish()
-    assert committed(tmp_path) == [2, 4]
+    assert saved_steps(tmp_path) == [2, 4]
 
 
 def test_waiting_for_a_checkpoint_makes_its_writers_hurry(tmp_path: Path) -> None:
     run = run_with_open_write(tmp_path, writer := Writer(7))
     writer.hurry = writer.gate.set  # type: ignore[method-assign]
     run.finish()
-    assert committed(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
 
 
 def test_a_failed_write_raises_at_the_next_step(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_a_run_that_ends_by_an_error_commits_its_open_checkpoint(tmp_path: Path)
     run = run_with_open_write(tmp_path, writer := Writer(7))
     threading.Timer(0.1, writer.gate.set).start()
     end(run, RuntimeError("of a step"))
-    assert committed(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), WorkerDiedError("gone")])

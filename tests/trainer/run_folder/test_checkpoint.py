@@ -14,7 +14,7 @@ import pytest
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, resume_from, saved
 from trainer.run_folder import checkpoint
 from trainer.run_folder.checkpoint import validation_score
-from trainer.run_folder.folder import committed
+from trainer.run_folder.folder import saved_steps
 from trainer.run_folder.resume import TRACKIO_RUN, WANDB_ID
 from verl_like.errors import CheckpointError, ConfigError
 
@@ -72,7 +72,7 @@ def test_two_checkpoints_and_the_best_one_are_kept(tmp_path: Path) -> None:
             line = {"step": step, "val-core/a/acc/mean@1": score, "val-core/b/acc/mean@1": 0.5}
             lines.write(json.dumps(line) + "\n")
         saved(tmp_path, step)
-    assert committed(tmp_path) == [6, 8, 10]
+    assert saved_steps(tmp_path) == [6, 8, 10]
 
 
 def test_the_best_validation_has_the_lowest_loss_or_highest_score() -> None:
@@ -86,10 +86,10 @@ def test_the_best_validation_has_the_lowest_loss_or_highest_score() -> None:
 
 def test_old_checkpoints_are_removed_only_after_a_commit(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4, 6, overrides=("trainer.max_ckpt_to_keep=2",))
-    assert committed(tmp_path) == [4, 6]
+    assert saved_steps(tmp_path) == [4, 6]
     with pytest.raises(CheckpointError):
         checkpoints(tmp_path, "trainer.max_ckpt_to_keep=1").write(8, {"actor": FullDisk(0)}, {})
-    assert committed(tmp_path) == [4, 6]
+    assert saved_steps(tmp_path) == [4, 6]
     names = sorted(path.name for path in tmp_path.glob("global_step*"))
     assert names == ["global_step_4", "global_step_6"]
 

@@ -14,7 +14,7 @@ from tests.integration.runs import lines as lines_of
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, composed, resume_from, saved
 from tests.trainer.run_folder.damage import ANY_STATE, NO_OBJECTS
 from trainer.run_folder.checkpoint import steps_to_drop
-from trainer.run_folder.folder import committed, read_marker
+from trainer.run_folder.folder import read_marker, saved_steps
 from trainer.run_folder.result import RunResult
 from trainer.run_folder.resume import LATEST
 from trainer.run_folder.timeline import Timeline
@@ -54,11 +54,11 @@ def test_a_run_resumes_from_the_newest_undamaged_checkpoint(
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(7)))
 
     run, loaded = checkpoints(tmp_path), roles()
-    assert committed(tmp_path) == [2, 4, 6], "nothing moves before the run begins"
+    assert saved_steps(tmp_path) == [2, 4, 6], "nothing moves before the run begins"
     run.resume.discard_later_steps()
     assert run.resume.load(loaded) == {"global_step": 2}
     assert (loaded["actor"].number, loaded["critic"].number) == (2, -2)
-    assert committed(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
     assert (tmp_path / LATEST).read_text() == "2"
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     assert (tmp_path / "global_step_6.damaged" / "actor").is_dir()
@@ -133,7 +133,7 @@ def test_another_configuration_may_resume_before_a_damaged_checkpoint(tmp_path: 
     run = checkpoints(tmp_path, "algorithm.lam=0.9", *advice)
     assert run.resume.start_step == 2
     run.resume.discard_later_steps()
-    assert committed(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
 
 
 @pytest.mark.parametrize("state", ANY_STATE)
@@ -206,7 +206,7 @@ def test_a_state_that_does_not_load_is_named_and_stays(tmp_path: Path) -> None:
     words = r"global_step_4/trainer.json does not load: TypeError: .*next to it: global_step_2, "
     with pytest.raises(CheckpointError, match=words), run.resume.naming_checkpoint():
         json.loads("[]")["num_taken"]
-    assert committed(tmp_path) == [2, 4]
+    assert saved_steps(tmp_path) == [2, 4]
 
 
 @pytest.mark.parametrize("state", ANY_STATE)

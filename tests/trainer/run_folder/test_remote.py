@@ -18,7 +18,7 @@ from tests.object_store import BUCKET, Proxy, s3_through_proxy
 from tests.trainer.run_folder.checkpoints import Role, checkpoints, composed, saved
 from tests.waiting import wait_until
 from trainer.run_folder import remote
-from trainer.run_folder.folder import committed
+from trainer.run_folder.folder import saved_steps
 from trainer.run_folder.remote import RemoteRun, fetched_run, local_run_folder, upload
 from verl_like.errors import ConfigError
 
@@ -70,7 +70,7 @@ def test_another_machine_resumes_from_the_store(
     assert (run.folder / "metrics.jsonl").read_text() == '{"step": 2}\n'
     saved(run.folder, 6, 8)  # keeps the newest two
     run.close()
-    assert committed(run.folder) == [6, 8]
+    assert saved_steps(run.folder) == [6, 8]
     names = in_store(url)
     assert {name.split("/")[0] for name in names if "global" in name} == {
         "global_step_6",
@@ -80,7 +80,7 @@ def test_another_machine_resumes_from_the_store(
     on_another_machine(monkeypatch, tmp_path / "cache")  # the first machine again
     run = RemoteRun(url)
     run.close()
-    assert committed(run.folder) == [6, 8]
+    assert saved_steps(run.folder) == [6, 8]
     assert in_store(url) == names
 
 
@@ -110,7 +110,7 @@ def test_a_checkpoint_whose_upload_is_cut_does_not_count(
     proxy.is_cut, proxy.cut_after = False, None
     on_another_machine(monkeypatch, tmp_path / "other")
     run = RemoteRun(URL)
-    assert committed(run.folder) == [2]
+    assert saved_steps(run.folder) == [2]
     run.close()
     assert not [name for name in in_store() if name.startswith("global_step_4/")]
 

@@ -21,7 +21,7 @@ from verl_like.process.info import OWN_PROCESS
 from workers.cpu import onednn
 from workers.cpu.allocator import keep_freed_memory
 from workers.cpu.onednn import (
-    KERNELS_KEPT,
+    MAX_CACHED_KERNELS,
     limit_kernel_caches,
     linear,
     linear_binary,
@@ -82,11 +82,11 @@ def test_other_dtypes_devices_and_torch_builds_use_torch(
 
 
 def mebibytes_of_further_kernels() -> float:
-    """Return the heap's growth from kernel `KERNELS_KEPT` to the last of 700 more."""
+    """Return the heap's growth from kernel `MAX_CACHED_KERNELS` to the last of 700 more."""
     limit_kernel_caches()
-    states, weight = torch.ones(KERNELS_KEPT + 700, 32), torch.ones(32, 32)
-    for rows in range(1, KERNELS_KEPT + 701):
-        if rows == KERNELS_KEPT:
+    states, weight = torch.ones(MAX_CACHED_KERNELS + 700, 32), torch.ones(32, 32)
+    for rows in range(1, MAX_CACHED_KERNELS + 701):
+        if rows == MAX_CACHED_KERNELS:
             before = heap_info().uordblks
         linear(states[:rows], weight)
     return (heap_info().uordblks - before) / 2**20
@@ -107,7 +107,7 @@ def test_a_kernel_cache_limit_set_by_the_user_is_kept(
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
     onednn.limit_kernel_caches()
     assert os.environ["LRU_CACHE_CAPACITY"] == "7"
-    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(onednn.KERNELS_KEPT)
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == str(onednn.MAX_CACHED_KERNELS)
 
 
 MODEL_SIZES = {

@@ -10,7 +10,7 @@ import transformers
 
 from tests.workers.models.architectures import cases
 from tools.prove_models import rows_of
-from workers.models.support import TABLE, Support, features, ways_of
+from workers.models.support import TABLE, Support, capabilities_of, features
 
 ROWS: dict[str, str] = json.loads(TABLE.read_text(encoding="utf-8"))
 FAST = (
@@ -39,9 +39,9 @@ def test_the_proofs_of_every_other_class_say_what_the_table_says(case: str) -> N
 
 
 def test_a_class_with_a_kind_of_layer_that_was_not_tested_is_not_listed() -> None:
-    assert ways_of("LlamaForCausalLM", frozenset()) is not None
-    assert ways_of("LlamaForCausalLM", frozenset({"linear_attention"})) is None
-    assert ways_of("TheirForCausalLM", frozenset()) is None
+    assert capabilities_of("LlamaForCausalLM", frozenset()) is not None
+    assert capabilities_of("LlamaForCausalLM", frozenset({"linear_attention"})) is None
+    assert capabilities_of("TheirForCausalLM", frozenset()) is None
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def slime_arrays(path: Path) -> dict[str, np.ndarray]:
     """Return the arrays of a rollout; only tensors, numbers and other plain values are read."""
     import torch
 
-    with torch.serialization.safe_globals(OF_NUMBERS):
+    with torch.serialization.safe_globals(PICKLED_NUMBER_PARTS):
         samples = torch.load(path, map_location="cpu", weights_only=True)["samples"]
 
     def column(key: str, kinds: Any = object) -> list[Any] | None:
@@ -48,8 +48,8 @@ def slime_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 SLIME_NUMBERS = (int, float, np.number)
-OF_NUMBERS: list[Any] = [np.dtype, np.float64(0).__reduce__()[0]]
-OF_NUMBERS += [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
+PICKLED_NUMBER_PARTS: list[Any] = [np.dtype, np.float64(0).__reduce__()[0]]
+PICKLED_NUMBER_PARTS += [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
 """The parts of a pickled number of numpy."""
 
 

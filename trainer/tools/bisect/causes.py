@@ -33,18 +33,18 @@ def causes_of(finding: Finding, steps: Pair) -> list[Cause]:
     name = finding.name
     if finding.stage == "samples":
         name = next((n for n in LOG_PROBS if all(n in s.arrays for s in steps)), name)
-    causes = [*of_formulas(name, steps)]
-    settings = [*of_settings(finding)]
+    causes = [*formula_causes(name, steps)]
+    settings = [*setting_causes(finding)]
     is_known = bool(causes) and UNKNOWN not in causes[0]["sentence"]
     if not is_known or len(settings) == 1:
         causes += settings
     if not is_known or finding.stage in NEAR:
-        sentences = [*of_relations(finding.name, *steps)]
+        sentences = [*explain_relations(finding.name, *steps)]
         causes += [{"probe": "relation", "sentence": x, "setting": ""} for x in sentences]
     return list({cause["sentence"]: cause for cause in causes}.values())
 
 
-def of_formulas(name: str, steps: Pair) -> Iterator[Cause]:
+def formula_causes(name: str, steps: Pair) -> Iterator[Cause]:
     """Yield the settings with which a formula gives each side's numbers, if they differ."""
     of_a, of_b = formulas_of(name, steps)
     if not of_a and not of_b:
@@ -72,7 +72,7 @@ def described(name: str, step: Step, settings: Settings, other: Settings) -> str
     return " ".join(words)
 
 
-def of_settings(finding: Finding) -> Iterator[Cause]:
+def setting_causes(finding: Finding) -> Iterator[Cause]:
     """Yield the settings that act in this stage and differ."""
     stage = "prompts" if finding.stage == "order" else finding.stage
     names = [x for s in STAGES if s["stage"] == stage for row in s["settings"] for x in row.split()]
@@ -89,18 +89,20 @@ def of_settings(finding: Finding) -> Iterator[Cause]:
 # ----------------------------------------------------------------------------------- relations
 
 
-def of_relations(name: str, a: Step, b: Step) -> Iterator[str]:
+def explain_relations(name: str, a: Step, b: Step) -> Iterator[str]:
     """Yield sentences about how one side's numbers follow from the other's."""
     values = pair_of(name, a, b)
     if name == "lr":
-        yield from of_rates(*rates_of(a, b))
+        yield from explain_rates(*rates_of(a, b))
     elif name in SAMPLED and values is not None:
-        yield from of_rows(name, *values[:2])
+        yield from explain_rows(name, *values[:2])
         for side, step, other in (("A", a, b), ("B", b, a)):
-            of_side = of_steps(step, other) if name == "prompts" else of_samples(step, other)
-            yield from (f"{side} {words}" for words in (*of_side, *of_cuts(name, step, other)))
+            of_side = (
+                explain_steps(step, other) if name == "prompts" else explain_samples(step, other)
+            )
+            yield from (f"{side} {words}" for words in (*of_side, *explain_cuts(name, step, other)))
     elif values is not None and values[0].shape == values[1].shape:
-        yield from of_numbers(*values, a)
+        yield from explain_numbers(*values, a)
 
 
 def shifted(x: Array, lengths: Array, by: int) -> Array:
@@ -143,7 +145,7 @@ def related(x: Array, y: Array, lengths: Array, wrong: Array) -> Iterator[str]:
             return
 
 
-def of_numbers(x: Array, y: Array, names: list[str], step: Step) -> Iterator[str]:
+def explain_numbers(x: Array, y: Array, names: list[str], step: Step) -> Iterator[str]:
     """Yield how one side's numbers follow from the other's, and where they differ."""
     lengths, token = np.ones(x.shape) if names else step.lengths, np.arange(x.shape[-1])
     wrong = ~np.isclose(x, y, rtol=1e-5, atol=1e-6)
@@ -170,7 +172,7 @@ def of_numbers(x: Array, y: Array, names: list[str], step: Step) -> Iterator[str
     for words, place in places.items():
         if len(x) > 1 and not (wrong & ~place).any():
             yield f"B's numbers differ only {words}" + " and are 0 there" * (not y[wrong].any())
-    yield from of_rows("numbers", x, y)
+    yield from explain_rows("numbers", x, y)
 
 
 def close(x: Any, y: Any, rtol: float = 1e-5) -> bool:
@@ -180,7 +182,7 @@ def close(x: Any, y: Any, rtol: float = 1e-5) -> bool:
 SAMPLED = (*IDS, "policy_version", "seeds")
 
 
-def of_rows(name: str, x: Array, y: Array) -> Iterator[str]:
+def explain_rows(name: str, x: Array, y: Array) -> Iterator[str]:
     """Yield that B has rows of A, in another order or number."""
     a, b = ([row.tobytes() for row in z.reshape(len(z), -1)] for z in (x, y))
     if sorted(a) == sorted(b):
@@ -191,7 +193,7 @@ def of_rows(name: str, x: Array, y: Array) -> Iterator[str]:
         yield f"B lacks {len(a) - len(b)} of A's {len(a)} rows"
 
 
-def of_cuts(name: str, step: Step, other: Step) -> Iterator[str]:
+def explain_cuts(name: str, step: Step, other: Step) -> Iterator[str]:
     """Yield where a side cuts the other's tokens."""
     rows = zip(step.ids(name), other.ids(name), strict=False)
     pairs = [(x, y) for x, y in rows if not np.array_equal(x, y)]
@@ -204,7 +206,7 @@ def of_cuts(name: str, step: Step, other: Step) -> Iterator[str]:
             yield f"cuts {name} at the {end}: {words}" + " tokens" * (not single)
 
 
-def of_samples(step: Step, other: Step) -> Iterator[str]:
+def explain_samples(step: Step, other: Step) -> Iterator[str]:
     """Yield that samples of a prompt are equal, or were drawn with older weights."""
     groups: dict[bytes, list[bytes]] = {}
     for prompt, row in zip(step.ids("prompts"), step.ids("responses"), strict=False):
@@ -221,7 +223,7 @@ def of_samples(step: Step, other: Step) -> Iterator[str]:
         yield f"samples with stale weights: version {versions[0]:g} instead of {versions[1]:g}"
 
 
-def of_steps(step: Step, other: Step) -> Iterator[str]:
+def explain_steps(step: Step, other: Step) -> Iterator[str]:
     """Yield that a side's prompts are those of an earlier or later step of the other."""
     prompts = sorted(map(bytes, step.ids("prompts")))
     for shift in (-2, -1, 1, 2):
@@ -239,7 +241,7 @@ def rates_of(*steps: Step) -> list[Array]:
     return [np.array([side[n]["lr"] for n in common]) for side in both]
 
 
-def of_rates(x: Array, y: Array) -> Iterator[str]:
+def explain_rates(x: Array, y: Array) -> Iterator[str]:
     """Yield how the learning rates of both sides follow from each other."""
     for side, late, early in (("B", y, x), ("A", x, y)):
         if len(x) > 2 and np.ptp(early) > 0 and np.allclose(late[1:], early[:-1], 1e-5, 0):

@@ -73,7 +73,7 @@ class Probe(NamedTuple):
 # ------------------------------------------------------------------------------------ formulas
 
 
-def of_scores(formula: Callable[[Tensor, Groups, Tensor], Tensor]) -> Callable[..., Any]:
+def score_estimator(formula: Callable[[Tensor, Groups, Tensor], Tensor]) -> Callable[..., Any]:
     """Return an estimator from a formula of scores, groups, and 1 for rows that are complete."""
 
     def estimate(token_level_rewards: Any, response_mask: Any, index: Any, complete: Any) -> Any:
@@ -91,12 +91,12 @@ def biased(scores: Tensor, groups: Groups, complete: Tensor) -> Tensor:
 
 
 SCORE_ESTIMATORS = {
-    "the score": of_scores(lambda scores, groups, complete: scores),
-    "the deviation over n, not n - 1": of_scores(biased),
-    "mean and deviation of the batch": of_scores(
+    "the score": score_estimator(lambda scores, groups, complete: scores),
+    "the deviation over n, not n - 1": score_estimator(biased),
+    "mean and deviation of the batch": score_estimator(
         lambda scores, groups, complete: (scores - scores.mean()) / (scores.std() + 1e-8)
     ),
-    "a mean without truncated rows": of_scores(
+    "a mean without truncated rows": score_estimator(
         lambda scores, groups, complete: groups.centered(scores, complete)
     ),
 }

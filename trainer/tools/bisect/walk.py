@@ -33,7 +33,7 @@ FIELDS = [
 AFTER_RATE = ("loss", "gradients", "optimizer")
 FIELDS_OF_UPDATES = sorted(FIELDS, key=lambda item: item.stage in AFTER_RATE)
 """The order if a step has several updates: the learning rate acts on the loss of the second."""
-OF_FORMULAS = ("advantages", "loss", "learning rate", "optimizer")
+FORMULA_STAGES = ("advantages", "loss", "learning rate", "optimizer")
 """Stages that are compared where two frameworks have drawn different samples."""
 COSMETIC = {
     *NAMES_OF_A_RUN,
@@ -95,7 +95,7 @@ def walk(
         for difference, pair in differences(Step.of(a, number), Step.of(b, number), finding):
             result = replace(finding, verdict="differs", step=number, **difference), pair
             stage, name = difference["stage"], difference["name"]
-            is_formula = name == "lr" or stage in OF_FORMULAS and all(formulas_of(name, pair))
+            is_formula = name == "lr" or stage in FORMULA_STAGES and all(formulas_of(name, pair))
             may_be_chance = a.framework != b.framework and stage in ("prompts", "samples")
             if is_formula if by_chance else not may_be_chance:
                 return result

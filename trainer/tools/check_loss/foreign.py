@@ -48,13 +48,13 @@ def subject_of(target: str, kind: str | None = None, **settings: Any) -> Subject
     """Return `trl:NAME` or `verl:NAME` as a subject; `settings` are fields of its configuration."""
     system, _, name = target.partition(":")
     try:
-        return (_of_trl if system == "trl" else _of_verl)(name, kind, settings)
+        return (_trl_subject if system == "trl" else _verl_subject)(name, kind, settings)
     except ImportError as error:
         way_out = f"Install it next to this package: pip install {system}=={VERSIONS[system]}"
         raise ConfigError(f"{target}: {system} cannot be imported ({error}). {way_out}") from error
 
 
-def _of_trl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
+def _trl_subject(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
     """Return a loss of TRL as a subject: `compute_loss` of its trainer, without a model.
 
     The trainer is a stand-in object with the fields of its configuration. Its model passes on the
@@ -137,7 +137,7 @@ def _pairs(batch: Batch, sides: int) -> dict[str, Any]:
     return {**batch, **inputs, "completion_mask": mask, "attention_mask": mask}
 
 
-def _of_verl(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
+def _verl_subject(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:
     """Return a loss or an advantage estimator of verl as a subject.
 
     Fields of verl's configuration that `settings` has are set. A policy loss gets the scale factor

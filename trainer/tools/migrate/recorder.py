@@ -53,7 +53,7 @@ MARKED = re.compile("\2[$](\\w+)\3")
 MARKED_BY_BASH = re.compile(r"\$'\\002(\$\w+)\\003([^']*)'")
 """`MARKED` as bash prints it."""
 REFERENCE = re.compile(r"\$\{?([A-Za-z_]\w*)")
-OF_BASH = frozenset(
+BASH_VARIABLES = frozenset(
     """
     BASH BASHPID BASH_REMATCH BASH_SOURCE BASH_VERSION COLUMNS DIRSTACK EPOCHREALTIME EPOCHSECONDS
     EUID FUNCNAME GROUPS HOSTNAME HOSTTYPE IFS LINENO LINES MACHTYPE OLDPWD OPTARG OPTIND OSTYPE
@@ -149,7 +149,7 @@ def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[s
     """
     code = re.sub(r"(?m)^\s*#.*", "", script)
     references, others = list[str](), list[str]()
-    for name in sorted({match[1] for match in REFERENCE.finditer(code)} - OF_BASH):
+    for name in sorted({match[1] for match in REFERENCE.finditer(code)} - BASH_VARIABLES):
         is_set = rf"\b{name}\+?=|\b(for|local|declare|getopts \S+|read|mapfile)\b[^\n;]*\b{name}\b"
         has_default = rf"\$\{{{name}:?[-+=?]"
         is_tested = rf"-[nvz] +\W*{name}\b|\(\([^)\n]*\b{name}\b"

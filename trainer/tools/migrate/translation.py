@@ -208,7 +208,7 @@ NAME = re.compile(r"'[^']*'|(?<![\w.])[A-Za-z_][\w.]*")
 """A text or a name in an expression."""
 KINDS = ("always", "absent", "incomplete", "rejected")
 """Kinds of messages about flags without settings: lists of a `Translation`."""
-OF_PYTHON = ("and", "or", "not", "in", "if", "else", "is", "None", "True", "False")
+PYTHON_WORDS = ("and", "or", "not", "in", "if", "else", "is", "None", "True", "False")
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{item.__name__: item for item in (float, int, len, max, min, round, str, math.ceil)},
     "numbers": lambda *values: all(isinstance(value, (int, float)) for value in values),
@@ -494,7 +494,7 @@ class GivenFlags:
 
         def look_up(match: re.Match[str]) -> str:
             name = match[0]
-            is_flag = name[0] != "'" and name not in functions and name not in OF_PYTHON
+            is_flag = name[0] != "'" and name not in functions and name not in PYTHON_WORDS
             return f"figure({name!r})" if is_flag else name
 
         code = NAME.sub(look_up, str(expression))

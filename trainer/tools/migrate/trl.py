@@ -147,7 +147,7 @@ def translate(command: Command) -> Translation | None:
         file = Path(command.folder, path)
         if not file.is_file():
             raise ConfigError(f"--config {path}: there is no such file. Use the path of the file.")
-        fields = _of_yaml(file.read_text(encoding="utf-8")) | fields
+        fields = _flags_from_yaml(file.read_text(encoding="utf-8")) | fields
     processes = _processes(launcher, command)
     if processes:
         fields = {"num_processes": [processes]} | fields
@@ -184,7 +184,7 @@ def read_yaml(text: str) -> Translation | None:
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if not lines or not all(FIELD.match(line) for line in lines if line[0] not in " -"):
         return None
-    fields = _of_yaml(text)
+    fields = _flags_from_yaml(text)
     return _translated(_known_by_its_fields(fields), fields)
 
 
@@ -204,7 +204,7 @@ def _processes(launcher: Sequence[str], command: Command) -> str:
     path = "".join(as_flags(launcher).get("config_file", [])[:1])
     file = Path(command.folder, path)
     if path and file.is_file():
-        return "".join(_of_yaml(file.read_text(encoding="utf-8")).get("num_processes", []))
+        return "".join(_flags_from_yaml(file.read_text(encoding="utf-8")).get("num_processes", []))
     gpus = command.environment.get("CUDA_VISIBLE_DEVICES")
     if launcher and gpus:
         return str(len(gpus.split(",")))
@@ -236,7 +236,7 @@ def _translated(program: str, flags: Flags) -> Translation:
     return fields.finish()
 
 
-def _of_yaml(text: str) -> Flags:
+def _flags_from_yaml(text: str) -> Flags:
     try:
         tree = OmegaConf.to_container(OmegaConf.create(checked_yaml(text)))
     except (OmegaConfBaseException, ValueError) as error:

@@ -165,7 +165,7 @@ class PPOJob(Job):
 
     def engines(self, role: str, gpus: Gpus, rows: StepRows) -> Iterator[RoleLayout]:
         """Yield layouts of engines for these rows, by GPUs per engine and fraction of memory."""
-        policy = self.config.of_role(role).actor_rollout_ref
+        policy = self.config.for_role(role).actor_rollout_ref
         rollout = policy.rollout
         tp_key = f"{ROLLOUT}.tensor_model_parallel_size"
         share_key = f"{ROLLOUT}.gpu_memory_utilization"

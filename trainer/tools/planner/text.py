@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 
 from trainer.config.devices import run_devices
-from trainer.memory import gib, memory_table
+from trainer.memory import in_gib, memory_table
 from trainer.tools.planner.cost import measured_on
 from trainer.tools.planner.job import Job, cluster_keys, layout_keys
 from trainer.tools.planner.ppo import ROLLOUT, PPOJob
@@ -133,7 +133,7 @@ def fits_nowhere(job: Job) -> ConfigError:
         memories = [layout.memory for layout in job.layouts(role, job.num_gpus)]
         least = min((memory.resident + memory.call for memory in memories), default=0.0)
         usable += [usable_bytes([m], "cuda", job.device.bytes) / 2**30 for m in memories]
-        need = gib(least)
+        need = in_gib(least)
         if not memories:
             samples = job.rows(role).samples
             need = f"no layout is possible ({samples:,} rows, {job.per_node} GPUs per node)"
@@ -181,7 +181,7 @@ def _table(job: Job, best: Sequence[PlannedPlacement]) -> list[str]:
     for number, placement in enumerate(best, 1):
         seconds = (placement.step, *(placement.seconds if stages else ()))
         most = max(pool.bytes for pool in placement.pools)
-        rows.append((str(number), *map(three_digits, seconds), gib(most), *cells[number - 1]))
+        rows.append((str(number), *map(three_digits, seconds), in_gib(most), *cells[number - 1]))
     return [*([STAGES] if stages else []), *draw_table(rows), *footer]
 
 
@@ -222,4 +222,4 @@ def _other_layouts(job: Job, best: Sequence[PlannedPlacement]) -> Iterator[str]:
             yield f"{key}: {three_digits(min(fitting))} s, {extra} s more"
         else:
             least = min(layout.memory.resident + layout.memory.call for layout in with_key)
-            yield f"{key}: needs at least {gib(least)} GiB"
+            yield f"{key}: needs at least {in_gib(least)} GiB"

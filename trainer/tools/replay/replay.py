@@ -32,11 +32,11 @@ from trainer.ppo.stages import PPOTrainer
 from trainer.run_folder.folder import (
     CONFIG_FILE,
     FolderLock,
-    committed,
     installed_versions,
     named,
     open_run_folder,
     read_marker,
+    saved_steps,
     saved_tree,
 )
 from trainer.run_state import Metrics, Run
@@ -48,7 +48,7 @@ from verl_like.files import json_objects
 from verl_like.process.sandbox import reject_nested_run
 from verl_like.registry import load_object
 
-OF_THE_CLOCK = ("timing", "perf/")
+TIMING_PREFIXES = ("timing", "perf/")
 """Prefixes of metrics about seconds, speed and memory of the machine."""
 SECONDS = "_s/mean"
 """The suffix of metrics about seconds of trajectories."""
@@ -58,7 +58,7 @@ TIMES = ("times", "engine_s", "environment_s", "waiting_s")
 
 def counted(names: Collection[str]) -> list[str]:
     """Return the metrics to compare."""
-    return sorted(n for n in names if not n.startswith(OF_THE_CLOCK) and not n.endswith(SECONDS))
+    return sorted(n for n in names if not n.startswith(TIMING_PREFIXES) and not n.endswith(SECONDS))
 
 
 def differing_metrics(
@@ -421,7 +421,7 @@ class ReplayableRun:
         Without such a checkpoint, step 1 is replayed from where the run began, and so is a later
         step if `may_begin`; otherwise raise an error.
         """
-        steps = committed(self.folder)
+        steps = saved_steps(self.folder)
         earlier = [number for number in steps if number < step]
         if earlier:
             start = self.folder / f"global_step_{earlier[-1]}"

@@ -129,13 +129,13 @@ class Blame:
             self.total = numbers[self.name]
             effects = [self.total - value for value in without[self.name]]
         else:
-            effects = self.of_loss(trainer.groups[role], role, batch, numbers)
+            effects = self.loss_effects(trainer.groups[role], role, batch, numbers)
         scores, lengths = sample_scores(batch).tolist(), token_counts(batch)[1].tolist()
         texts = trainer.rollouts.tokenizer.batch_decode(batch.padded("responses"))
         columns = zip(sample_names(batch), effects, most_of, scores, lengths, texts, strict=True)
         self.effects = sorted(map(Effect._make, columns), key=order)
 
-    def of_loss(
+    def loss_effects(
         self, group: Any, role: str, batch: DataProto, numbers: dict[str, float]
     ) -> list[float]:
         """Return the effects of all rows from one pass of all and one of each row."""

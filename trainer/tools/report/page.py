@@ -41,7 +41,7 @@ from trainer.tools.report.trajectories import (
     SECONDS,
     TRAJECTORIES_PER_STEP,
 )
-from verl_like.files import json_objects, write_whole
+from verl_like.files import json_objects, write_atomic
 from verl_like.masking import mask_text
 from verl_like.terminal import printable
 
@@ -71,7 +71,7 @@ def close_run(folder: str | Path, failure: BaseException | None) -> None:
             if isinstance(failure, KeyboardInterrupt):
                 is_signal = str(failure).startswith(STOPPED)
                 text = f"{failure}.\n" if is_signal else f"{STOPPED}Ctrl-C.\n"
-            write_whole(note, mask_text(text).encode(errors="backslashreplace"), to_disk=False)
+            write_atomic(note, mask_text(text).encode(errors="backslashreplace"), to_disk=False)
         data = read_run(folder)
         for line in summary(data):
             print(printable(line))
@@ -104,7 +104,7 @@ def report_html(data: RunData, refresh_s: float | None = None) -> bytes:
 
 def _write(data: RunData) -> Path:
     path = data.folder / REPORT_FILE
-    write_whole(path, report_html(data), to_disk=False)
+    write_atomic(path, report_html(data), to_disk=False)
     return path
 
 

@@ -39,7 +39,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_like.calls.deadlines import Deadlines, in_daemon
-from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError, few
+from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError, join_few
 from verl_like.placement.plan import ROUNDING
 from verl_like.placement.pools import NodeSpec
 from verl_like.process.info import ONE_THREAD, environment
@@ -269,7 +269,7 @@ def describe_shortage(need: Mapping[str, float], num_processes: int) -> str:
     text = f"free: {amounts({kind: free[kind] for kind in need})}"
     if lacking:
         text += f"; missing: {amounts(lacking)}"
-    return f"{text}; held by {few(holders, 4) or 'nobody'}"
+    return f"{text}; held by {join_few(holders, 4) or 'nobody'}"
 
 
 def store_usage() -> tuple[int, int, int]:

@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl_like.errors import ConfigError, few, nearest
+from verl_like.errors import ConfigError, join_few, nearest
 from workers.agents.environment import EnvironmentAdapter
 
 Done = subprocess.CompletedProcess[str]
@@ -49,7 +49,7 @@ BEGUN = "verl-like has begun"
 ROOTS = ("app", "tests", "logs", "solution")
 """Folders at the root of a task's container."""
 WORKDIR = re.compile(r"^WORKDIR[ \t]+/([\w.-]+)(\S*)", re.M)
-OF_IMAGE = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
+IMAGE_FILES = ("Dockerfile", "docker-compose.yaml", "docker-compose.yml")
 
 
 def container_program(runtime: str) -> str:
@@ -159,7 +159,7 @@ class LocalShell:
         self._paths = re.compile(rf"(?<![\w./\-}})~*])/({names})(?![\w.-])")
         self._workdir = Path(self._home, root + below)
         if (task / "environment").is_dir():
-            ignored = shutil.ignore_patterns(*OF_IMAGE)
+            ignored = shutil.ignore_patterns(*IMAGE_FILES)
             shutil.copytree(task / "environment", self._workdir, ignore=ignored)
         self._workdir.mkdir(parents=True, exist_ok=True)
         Path(self._home, "logs/agent").mkdir(parents=True)
@@ -233,7 +233,7 @@ class Harbor(EnvironmentAdapter):
         if name not in self.tasks:
             raise ConfigError(
                 f"environment=harbor:{self.id}: a row's column 'task' is {name!r}, but the folder "
-                f"has only the tasks {few([*self.tasks])}.{nearest(str(name), self.tasks)}"
+                f"has only the tasks {join_few([*self.tasks])}.{nearest(str(name), self.tasks)}"
             )
         self._task = self.tasks[name]
         toml = self._task / "task.toml"

@@ -39,7 +39,7 @@ from workers.rollout.sample import CachedStates, Sample, States
 
 BLOCK = 16
 """Widths are multiples of this number of columns, the lanes of the widest vector instructions."""
-MAX_KEPT = 2**28
+MAX_REUSED_BYTES = 2**28
 """Largest cache, in bytes, whose memory the next generation reuses.
 
 For a larger cache, the cost of new memory is small in comparison.
@@ -147,7 +147,7 @@ class CacheMemory:
 
     def end(self) -> None:
         """End a successful generation: keep its memory if it is small and on a CPU."""
-        is_little = sum(block.nbytes for block in self._free) <= MAX_KEPT
+        is_little = sum(block.nbytes for block in self._free) <= MAX_REUSED_BYTES
         self._free = [block for block in self._free if is_little and block.device.type == "cpu"]
 
 

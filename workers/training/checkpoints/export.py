@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl_like.errors import CheckpointError
-from verl_like.files import whole_folder
+from verl_like.files import atomic_folder
 from workers.models.causal_lm import Head, empty_model
 from workers.models.load import SCORE, load_weights
 from workers.models.lora import add_adapter, merged_tensors, save_adapter
@@ -52,7 +52,7 @@ def export_checkpoint(
     if as_adapter and model_config.lora_rank == 0:
         raise CheckpointError(f"{checkpoint} has no adapter (lora_rank=0). Leave out --adapter.")
     module = trained_module(checkpoint, model_config, of_average)
-    with whole_folder(out) as draft:
+    with atomic_folder(out) as draft:
         if as_adapter:
             trained = [(n, p.detach()) for n, p in module.named_parameters() if p.requires_grad]
             save_adapter(draft, module, model_config, trained)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import CheckpointError, DamagedCheckpointError
-from verl_like.files import check_form, file_fault, read_json_object, write_whole
+from verl_like.files import check_form, file_fault, read_json_object, write_atomic
 
 MANIFEST = "manifest.json"
 MARKER = "commit.json"
@@ -23,7 +23,7 @@ FORM: dict[str, type] = {**dict.fromkeys(NUMBERS, int), "format": int, "contents
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     files = dict(sorted(manifest["files"].items()))
     text = json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1)
-    write_whole(folder / MANIFEST, text)
+    write_atomic(folder / MANIFEST, text)
 
 
 def add_files(folder: Path, files: dict[str, Any]) -> None:

@@ -316,7 +316,7 @@ class _LayerAttention:
     ) -> Tensor:
         """Return [tokens, heads, size] for all rows, or for the tokens at `places` (ascending)."""
         if places is not None:
-            return self._of_places(query, key, value, sinks, places)
+            return self._attend_at(query, key, value, sinks, places)
         if self.kernel is not None:
             return self.kernel(
                 query,
@@ -332,12 +332,12 @@ class _LayerAttention:
         sizes = [rectangle.num_tokens for rectangle in rectangles]
         states = (part.split(sizes) for part in (query, key, value))
         outputs = [
-            self._of_rectangle(rectangle, query, key, value, sinks)
+            self._attend_rectangle(rectangle, query, key, value, sinks)
             for rectangle, query, key, value in zip(rectangles, *states, strict=True)
         ]
         return outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs)
 
-    def _of_places(
+    def _attend_at(
         self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, places: Tensor
     ) -> Tensor:
         """Attend from the queries at `places` to the keys of their rows.
@@ -363,7 +363,7 @@ class _LayerAttention:
             done += len(places_here)
         return torch.cat(outputs)
 
-    def _of_rectangle(
+    def _attend_rectangle(
         self,
         rectangle: Rectangle,
         query: Tensor,

@@ -76,7 +76,7 @@ class Reading:
         if model.head == "token":
             labels = columns["responses"].values[inside]
             if feed.split is not None:
-                labels = feed.split.of_rank(labels)
+                labels = feed.split.local_part(labels)
             numbers = token_columns(
                 model.module,
                 feed,

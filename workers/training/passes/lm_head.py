@@ -328,7 +328,7 @@ def chunking_blocker(config: Any) -> str:
     """Return why the head of models with this config does not run in chunks; "" if it does."""
     support = Support.of(config, "eager")
     reason = support.why_not("head")
-    if reason and support.ways is not None:
+    if reason and support.capabilities is not None:
         warn_once(
             f"model type {config.model_type} does not compute its head in chunks "
             f"({reason}): all logits of a pass are stored at once, 4 bytes per position "

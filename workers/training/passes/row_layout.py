@@ -69,7 +69,7 @@ def row_kind(support: Support, may_pack: bool = True) -> tuple[Kind, str]:
     reason = support.why_not("packed") if may_pack else PADDED_BY_USER
     if not reason:
         return "packed", ""
-    if support.ways is None or not support.why_not("padded"):
+    if support.capabilities is None or not support.why_not("padded"):
         return "padded", reason
 
     in_eager = replace(support, attention="eager")

@@ -104,7 +104,7 @@ def test_the_effects_on_the_gradient_are_those_of_its_parts(whole: Path) -> None
     class OfRest(Blame):
         """Measures the norm of the gradient of the other rows directly."""
 
-        def of_loss(self, group, role, batch, numbers):  # type: ignore[no-untyped-def]
+        def loss_effects(self, group, role, batch, numbers):  # type: ignore[no-untyped-def]
             mask = read_column(batch, "response_mask") != 0
             counts = {"num_rows": int(mask.any(1).sum()), "num_tokens": int(mask.sum())}
             rows = torch.arange(len(batch))
