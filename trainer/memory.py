@@ -217,7 +217,8 @@ def check_fit(
         if total > usable:
             roles = [role for role in roles if role.pool == pool]
             parts = "; ".join(
-                f"{role.role}: {in_gib(role.resident)} GiB resident, {in_gib(role.call)} GiB in a call"
+                f"{role.role}: {in_gib(role.resident)} GiB resident and {in_gib(role.call)} GiB "
+                "in a call"
                 for role in roles
             )
             sizes = {

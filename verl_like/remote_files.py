@@ -1,7 +1,7 @@
 """Files in object stores and other file systems that `fsspec` knows: `s3://bucket/folder/file`.
 
-`local_copy` returns a local copy. fsspec is imported only for paths with a scheme, and the package of
-a scheme, such as s3fs, only for its paths.
+`local_copy` downloads once per node and version. fsspec is imported only for paths with a scheme,
+and the package of a scheme, such as s3fs, only for its paths.
 """
 
 from __future__ import annotations

@@ -270,8 +270,8 @@ def try_rewards(
             f"rule for {name}" for name in dict.fromkeys(batch.non_tensor_batch["data_source"])
         ]
     line = (
-        f"Reward check ({join_few(labels)}): {len(batch)} rows with their "
-        f"ground truth as response; {_describe_scores(float(scores.min()), float(scores.max()), labels)}{beside}"
+        f"Reward check ({join_few(labels)}): {len(batch)} rows with their ground truth "
+        f"as response; {_describe_scores(float(scores.min()), float(scores.max()), labels)}{beside}"
     )
     return (None if num_failed else batch.union(scored)), [line]
 

@@ -98,7 +98,7 @@ def test_a_response_over_several_calls_continues_with_newer_weights(
             # the first batch is finished, and responses of the second are not
             wait_until(lambda: buffer.version > 1)
 
-    monkeypatch.setattr(Generator, "_take", wait_for_newer)
+    monkeypatch.setattr(Generator, "_collect", wait_for_newer)
     per_call = "actor_rollout_ref.rollout.max_tokens_per_call=2"
     tokens = tokens_of(tiny_dir, tmp_path, per_call, "async_training.prompts_per_call=2")
     assert tokens.versions(1) == [{1}] * 16
