@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
-from trainer.run_folder.folder import committed
+from trainer.run_folder.folder import saved_steps
 from trainer.run_folder.signals import StopSignals
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import replace_keys
@@ -151,7 +151,7 @@ class Restarts:
 
     def resuming(self, config: Config) -> Config:
         """Return the configuration of the next attempt, which resumes from any checkpoint."""
-        if not committed(Path(self._config.trainer.default_local_dir)):
+        if not saved_steps(Path(self._config.trainer.default_local_dir)):
             return config
         return replace_keys(
             config, {"trainer.resume_mode": "auto", "trainer.resume_from_path": None}
