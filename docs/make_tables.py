@@ -568,7 +568,7 @@ def verl_rows() -> list[list[str]]:
     for name, row in table.changes_nothing_at.items():
         listed = ", ".join(f"`{value}`" for value in row["at"])
         here[name] = f"changes nothing at {listed}; else {without(name)}: {row['else']}"
-    here |= {name: f"{without(name)}: {way_out}" for name, way_out in table.not_here.items()}
+    here |= {name: f"{without(name)}: {remedy}" for name, remedy in table.not_here.items()}
     for name in table.lays_out:
         if name not in here and (outcome := verl_keys.translate_key(name.replace("*", "x"), "any")):
             here[name] = f"dropped: {outcome.rejected}"

@@ -29,8 +29,8 @@ from trainer.config.checks import check_fields
 from trainer.config.compose import as_object, compose_tree, known_settings
 from trainer.config.keys import config_keys, known_arguments, named_keys, value_at
 from trainer.config.schema import Recipe
-from trainer.config.settings import jobs_of, unknown_key
-from trainer.launch import ALL_FOUND, nominal_placement
+from trainer.config.settings import sweep_jobs, unknown_key
+from trainer.launch import NO_ERRORS, nominal_placement
 from trainer.ppo.verl_keys import renamed
 from trainer.recipe_command import is_setting
 from trainer.serve.recipe import SERVE
@@ -94,7 +94,7 @@ class Command:
         words = [word for word in self.words if "..." not in word and "…" not in word]
         settings = [word for word in words if is_setting(word)]
         if {"--multirun", "-m"} & {*self.words}:
-            settings = jobs_of(settings)[0]
+            settings = sweep_jobs(settings)[0]
         return [setting for setting in settings if not NUMBER_OF_SHELL.match(setting)]
 
     def __str__(self) -> str:
@@ -252,7 +252,7 @@ def test_a_command_on_tiny_files_passes_check(
     dry = ("trainer.dry_run=true",) if words[0] == "eval" else ()
     done = run_program(main.main, *words, *dry, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert ALL_FOUND in done.stdout
+    assert NO_ERRORS in done.stdout
 
 
 @pytest.mark.parametrize("command", COMPOSED, ids=str)

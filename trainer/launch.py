@@ -350,7 +350,7 @@ def check_trainer(cls: type[Trainer]) -> None:
     check_methods(cls, base, f"trainer.cls={cls.__module__}.{cls.__qualname__}", names)
 
 
-ALL_FOUND = (
+NO_ERRORS = (
     "No errors found. (Not checked: what only a run does, such as load weights, generate, train, "
     "and reach other nodes.)"
 )
@@ -391,4 +391,4 @@ def preflight_lines(config: RunConfig, trainer_cls: type[Trainer]) -> list[str]:
     with ExitStack() as at_end:
         inputs = trainer_cls.prepare(config, at_end)
         lines += trainer_cls.recipe.describe_inputs(config, *inputs)
-    return [*lines, ALL_FOUND]
+    return [*lines, NO_ERRORS]

@@ -205,11 +205,11 @@ def with_fewest_recomputed_layers(
 
 
 def check_fit(
-    roles: Sequence[RoleMemory], device_type: str, device_bytes: int, ways_out: Mapping[str, str]
+    roles: Sequence[RoleMemory], device_type: str, device_bytes: int, remedies: Mapping[str, str]
 ) -> None:
     """Raise if a pool has no room for its roles.
 
-    `ways_out` maps `model states`, `activations` and `KV cache` to advice. In the error, the advice
+    `remedies` maps `model states`, `activations` and `KV cache` to advice. In the error, the advice
     for the largest of them comes first.
     """
     for pool, total in pool_bytes(roles).items():
@@ -228,10 +228,10 @@ def check_fit(
                 "activations": max(r.activations or 0.0 for r in roles),
                 "KV cache": max(r.kv_cache for r in roles),
             }
-            ways = sorted(ways_out, key=sizes.__getitem__, reverse=True)
+            ways = sorted(remedies, key=sizes.__getitem__, reverse=True)
             raise ConfigError(
                 f"pool {pool!r} does not fit: its roles need {in_gib(total)} GiB per "
                 f"{'GPU' if device_type == 'cuda' else 'device'}, {in_gib(total - usable)} GiB too "
                 f"much ({_room(usable, device_bytes)}). {parts}. First "
-                f"{'; then '.join(ways_out[part] for part in ways if sizes[part])}."
+                f"{'; then '.join(remedies[part] for part in ways if sizes[part])}."
             )

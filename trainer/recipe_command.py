@@ -29,7 +29,7 @@ import hydra
 from trainer.config.compose import known_settings, load_config, register
 from trainer.config.devices import run_devices
 from trainer.config.schema import Recipe, RunConfig
-from trainer.config.settings import jobs_of, unknown_key
+from trainer.config.settings import sweep_jobs, unknown_key
 from trainer.run_folder.signals import EXIT_OF_CTRL_C, STOP_EXITS, RunInterrupted
 from verl_like.config_key import replace_keys
 from verl_like.errors import CallbackError, ConfigError, VerlLikeError
@@ -86,7 +86,7 @@ def run_command(
             print(composed_yaml(known, recipe, options.resolve, options.cfg == "all"), end="")
             return
         survive_broken_pipes()
-        jobs = jobs_of(settings) if options.multirun else []
+        jobs = sweep_jobs(settings) if options.multirun else []
         for job in jobs:
             known_settings(job, recipe)  # rejects a mistyped key before the first job
     except ConfigError as err:

@@ -92,20 +92,20 @@ class ReadWhen:
         ReadWhen("there is a target", has_target, "{section}target is null")
 
     Args:
-        says: the condition in words for the docs: "there is a critic".
-        holds: a function of the key's section and the whole configuration: whether the key is read.
-        otherwise: the reason in errors if the condition is false, such as "this run has no
+        description: the condition in words for the docs: "there is a critic".
+        condition: returns whether the key is read, from its section and the whole configuration.
+        reason: the reason in errors if the condition is false, such as "this run has no
             teacher", or a function of the configuration that returns it. `{section}` stands for the
             section's name and a dot.
     """
 
-    says: str
-    holds: Callable[[Any, Any], bool]
-    otherwise: str | Callable[[Any], str]
+    description: str
+    condition: Callable[[Any, Any], bool]
+    reason: str | Callable[[Any], str]
 
     def missing(self, section: str, run: Any) -> str:
-        """Return `otherwise`, with the name of the section filled in."""
-        text = self.otherwise if isinstance(self.otherwise, str) else self.otherwise(run)
+        """Return `reason`, with the name of the section filled in."""
+        text = self.reason if isinstance(self.reason, str) else self.reason(run)
         return text.replace("{section}", f"{section}." if section else "")
 
 

@@ -132,8 +132,8 @@ def _named(path: str, name: str, path_subject: str, name_subject: str) -> Any:
     if path.endswith(".py"):
         module = _module_of_file(Path(path), path_subject)
     else:
-        way_out = "Use a file that ends in .py, or a module that can be imported on every node."
-        module = _module(path, path_subject, way_out)
+        remedy = "Use a file that ends in .py, or a module that can be imported on every node."
+        module = _module(path, path_subject, remedy)
     if not hasattr(module, name):
         public = {n: value for n, value in sorted(vars(module).items()) if not n.startswith("_")}
         defined = [n for n in public if getattr(public[n], "__module__", "") == module.__name__]
@@ -155,8 +155,8 @@ def _imported(path: str, subject: str) -> Any:
         raise ConfigError(
             f"{subject} is not the path of an object, such as my_module.MyClass or file.py:MyClass."
         )
-    way_out = "Check that its folder is on PYTHONPATH and its imports are installed on every node."
-    module = _module(module_name, subject, way_out)
+    remedy = "Check that its folder is on PYTHONPATH and its imports are installed on every node."
+    module = _module(module_name, subject, remedy)
     if not hasattr(module, name):
         raise ConfigError(
             f"{subject} cannot be imported (module {module_name!r} has no {name!r})."
@@ -165,7 +165,7 @@ def _imported(path: str, subject: str) -> Any:
     return getattr(module, name)
 
 
-def _module(name: str, subject: str, way_out: str) -> ModuleType:
+def _module(name: str, subject: str, remedy: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except SyntaxError as error:
@@ -174,7 +174,7 @@ def _module(name: str, subject: str, way_out: str) -> ModuleType:
         raise ConfigError(_exit_error(subject, error)) from error
     except (ImportError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{subject} cannot be imported ({type(error).__name__}: {error}). {way_out}"
+            f"{subject} cannot be imported ({type(error).__name__}: {error}). {remedy}"
         ) from error
 
 

@@ -18,7 +18,7 @@ from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 from trainer.config.schema import Recipe
 from trainer.data import files
-from trainer.launch import ALL_FOUND
+from trainer.launch import NO_ERRORS
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
 from trainer.reward_model.recipe import REWARD_MODEL
@@ -78,7 +78,7 @@ def test_a_dry_run_describes_a_valid_run_and_writes_nothing(
     run(load_config([*settings, *more], RECIPES[name]))
     assert sorted(tmp_path.rglob("*")) == before
     output = capsys.readouterr().out
-    assert output.endswith(f"\n{ALL_FOUND}\n")
+    assert output.endswith(f"\n{NO_ERRORS}\n")
     assert " on this machine\n" in output
     assert ("rows to train on: 1" if name in ON_ROWS else "prompts") in output
     reward = r"Reward check \((rule for|reward function) .+\): 8 rows with their ground truth"

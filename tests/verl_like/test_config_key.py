@@ -28,6 +28,6 @@ def test_a_condition_describes_itself(
     condition: ReadWhen, value: object, says: str, missing: str
 ) -> None:
     section = SimpleNamespace(on=value)
-    assert not condition.holds(section, RUN)
-    assert condition.says == says
+    assert not condition.condition(section, RUN)
+    assert condition.description == says
     assert condition.missing("part", RUN).startswith(missing)

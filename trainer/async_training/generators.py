@@ -188,7 +188,7 @@ class Places:
         self._drained: dict[str, float] = {}
         self._asked_at = 0.0
 
-    def lose(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
+    def on_loss(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
         """Return whether this generator continues; raise if the run cannot continue."""
         if self._is_alive(generator):  # a trainer was lost while it sent weights
             raise error
@@ -201,7 +201,7 @@ class Places:
             try:
                 return self.place(generator)
             except WorkerDiedError as again:
-                return self.lose(generator, again, num_lost=0)
+                return self.on_loss(generator, again, num_lost=0)
             except StopRequested:  # while the run stops, the others finish the step
                 if self._ranks_without(generator):
                     raise
@@ -216,14 +216,14 @@ class Places:
         if policy == "continue" and not without:
             logger.warning("%s; the other generators regenerate them. %s", subject, error)
             return False
-        way_out = {
+        remedy = {
             "fail": "Set async_training.on_generator_failure=restart or continue to survive such "
             "a failure.",
             "restart": f"It was restarted {self._restarts[now]} times at version {now[1]} of the "
             "weights, the maximum. Look for the cause in its log.",
             "continue": f"No generator is left for trainer rank {', '.join(map(str, without))}.",
         }
-        raise RolloutError(f"{subject}: {error} {way_out[policy]}") from error
+        raise RolloutError(f"{subject}: {error} {remedy[policy]}") from error
 
     def must_move(self, generator: int) -> bool:
         """Return whether Ray drains the generator's node, and it can leave that node."""

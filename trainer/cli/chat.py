@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.check_environment import json_object, reject_ids, reply_text
-from trainer.data.prompt_tokens import written
+from trainer.data.prompt_tokens import render_messages
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_loadable
 from verl_like.errors import ConfigError
@@ -53,7 +53,7 @@ from verl_like.terminal import usage_text
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation, with_refs
 from workers.agents.host import EnvironmentHost
-from workers.agents.load_environment import EnvironmentSpec, in_full
+from workers.agents.load_environment import EnvironmentSpec, full_path
 from workers.chats import images_of
 from workers.models.folder import UNREADABLE
 from workers.thoughts import ThoughtReader, split_thoughts
@@ -158,7 +158,7 @@ class Chat:
         if self.tokenizer.chat_template is None:
             return self.tokenizer(text, return_tensors="pt")
         try:
-            text = written(self.messages, self.tokenizer, add_generation_prompt=True)
+            text = render_messages(self.messages, self.tokenizer, add_generation_prompt=True)
         except ValueError as error:
             raise ConfigError(f"{self.tokenizer.name_or_path}: {error}") from error
         inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
@@ -261,10 +261,10 @@ def talk(chat: Chat) -> None:
 
 def play(chat: Chat, options: argparse.Namespace) -> None:
     """Play one trajectory turn by turn, until it ends or has `--max-turns` turns."""
-    tools = [in_full(path) for path in options.tools]
+    tools = [full_path(path) for path in options.tools]
     forms = forms_of(str(chat.tokenizer.chat_template))
     spec = EnvironmentSpec(
-        in_full(options.environment), options.kwargs, tools, tool_call_parser=forms
+        full_path(options.environment), options.kwargs, tools, tool_call_parser=forms
     )
     row, seed = {"prompt": "", **options.row}, options.seed or 0
     if sys.stdin.isatty():
@@ -312,7 +312,7 @@ class ChatTrajectory:
             self._observe(None, first)
             return
         text = with_refs(first["text"])
-        observed = None if text is None else self._renderer.template.safe(text)
+        observed = None if text is None else self._renderer.template.escaped(text)
         self._begin(with_observation(prompt, observed))
 
     def turn(self) -> Answer | None:
@@ -349,7 +349,7 @@ class ChatTrajectory:
             self._ids += self._renderer.between(last, messages)
             self._images += images_of(messages)
         else:
-            self._begin(self._renderer.template.safe(with_refs(request["chat"])))
+            self._begin(self._renderer.template.escaped(with_refs(request["chat"])))
 
     def _begin(self, messages: Sequence[Message]) -> None:
         self._ids, self._images = self._renderer.prompt(messages), images_of(messages)

@@ -37,7 +37,7 @@ from verl_like.errors import ConfigError
 from verl_like.files import parse_json
 from verl_like.terminal import usage_text
 from workers.agents.host import EnvironmentHost
-from workers.agents.load_environment import EnvironmentSpec, in_full
+from workers.agents.load_environment import EnvironmentSpec, full_path
 from workers.chats import texts_of
 
 
@@ -82,8 +82,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--kwargs", type=json_object, default={})
     parser.add_argument("--tools", nargs="+", default=[])
     options = parser.parse_args(arguments)
-    tools = [in_full(path) for path in options.tools]
-    spec = EnvironmentSpec(in_full(options.path), options.kwargs, tools)
+    tools = [full_path(path) for path in options.tools]
+    spec = EnvironmentSpec(full_path(options.path), options.kwargs, tools)
     row = {"prompt": "", **options.row}
     with closing(EnvironmentHost(spec, options.step_timeout_s)) as host:
         lines, problems = check(host, row, options.say, options.max_turns)

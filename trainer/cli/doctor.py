@@ -183,16 +183,16 @@ def check_gpus(torch: Requirement) -> CheckResult:
         return CheckResult("GPUs", "none, roles run on the CPU")
     shown = ", ".join(f"{gpu.name} {gpu.memory}" for gpu in gpus) + f", driver {gpus[0].driver}"
     cuda, driver = cuda_of_torch(), int(gpus[0].driver.partition(".")[0])
-    way_out = _torch_for(driver, torch)
+    remedy = _torch_for(driver, torch)
     if cuda is None:
         problem = f"{shown}, but torch is built for CPUs only"
-        return CheckResult("GPUs", problem, way_out, is_optional=True)
+        return CheckResult("GPUs", problem, remedy, is_optional=True)
     oldest = OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
     if driver < oldest:
         problem = (
             f"{shown}, but torch is built for CUDA {cuda}, which needs driver {oldest} or newer"
         )
-        return CheckResult("GPUs", problem, way_out)
+        return CheckResult("GPUs", problem, remedy)
     return CheckResult("GPUs", f"{shown}, torch for CUDA {cuda}")
 
 

@@ -33,9 +33,9 @@ from trainer.run_folder.saved_model import SavedModel, find_loadable
 from trainer.tools.evaluation.recipe import EVAL, EvaluationConfig
 from verl_like.errors import ConfigError
 
-CARRIED = ("data.", "actor_rollout_ref.rollout.", "reward.", "environment.", "trainer.seed")
+READ_PREFIXES = ("data.", "actor_rollout_ref.rollout.", "reward.", "environment.", "trainer.seed")
 """Prefixes of the keys of a run's configuration that its validation reads."""
-LEFT = ("data.train_files", "data.total_prompts")
+EXCLUDED_KEYS = ("data.train_files", "data.total_prompts")
 POLICY = "actor_rollout_ref.model.path"
 FOLDER = "trainer.default_local_dir"
 
@@ -74,7 +74,7 @@ def settings_of_run(saved: SavedModel) -> dict[str, Any]:
     saved_config = {renamed(name) or name: value for name, value in saved.config.items()}
     settings: dict[str, Any] = {}
     for name in (key.name for key in leaf_keys(EvaluationConfig)):
-        if not name.startswith(CARRIED) or name in LEFT:
+        if not name.startswith(READ_PREFIXES) or name in EXCLUDED_KEYS:
             continue
         below = [key for key in saved_config if key.startswith(f"{name}.")]
         inside = {key.removeprefix(f"{name}."): saved_config[key] for key in below}

@@ -53,8 +53,8 @@ def check_value(key: Key, value: Any) -> None:
             try:
                 get_registry(rules.registry).look_up(name)
             except ConfigError as err:
-                way_out = f" {rules.hint}" if rules.hint else ""
-                raise ConfigError(f"{key.name}={name}: {err}{way_out}") from err
+                remedy = f" {rules.hint}" if rules.hint else ""
+                raise ConfigError(f"{key.name}={name}: {err}{remedy}") from err
         if rules.choices and name not in rules.choices:
             words = ", ".join(rules.choices)
             words = " or ".join(rules.choices) if len(rules.choices) == 2 else f"one of {words}"

@@ -120,7 +120,7 @@ class Key:
         """The key's rules on one line: values, condition, whether it may change, verl's name."""
         words = [self.allowed]
         if self.rules.read_when:
-            conditions = " and ".join(condition.says for condition in self.rules.read_when)
+            conditions = " and ".join(condition.description for condition in self.rules.read_when)
             words.append(f"read when {conditions}")
         if self.rules.may_change_on_resume:
             words.append("may change on resume")

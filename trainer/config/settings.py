@@ -74,7 +74,7 @@ def keys_in(key: str, value: Any) -> list[str]:
     return [dotted for name, inner in below.items() for dotted in keys_in(name, inner)]
 
 
-def jobs_of(settings: Sequence[str]) -> list[list[str]]:
+def sweep_jobs(settings: Sequence[str]) -> list[list[str]]:
     """Return the settings of each job of a sweep: all combinations of choices like `seed=1,2`."""
     choices = []
     for setting in settings:

@@ -32,7 +32,7 @@ def unused_in_items(config: RunConfig, keys: Iterable[str]) -> Iterator[str]:
             is_set = getattr(section, key.leaf) != getattr(type(section)(), key.leaf)
             if is_set:
                 for condition in key.rules.read_when:
-                    if not condition.holds(section, config):
+                    if not condition.condition(section, config):
                         yield notice_of([key.name], condition.missing(key.section, config))
                         break
 
@@ -44,7 +44,7 @@ def unused_reason(config: RunConfig, name: str) -> str | None:
             continue  # such as `critic={}`, which sets no key
         section = value_at(config, key.section)
         for condition in key.rules.read_when:
-            if not condition.holds(section, config):
+            if not condition.condition(section, config):
                 return condition.missing(key.section, config)
         if key.rules.arguments_of and name != key.name:
             arguments = Arguments.of(key, section)

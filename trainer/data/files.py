@@ -35,7 +35,7 @@ RULE_COLUMNS = ("data_source", "reward_model")
 PLAIN = (str, int, float, bool, type(None))
 """Types whose values JSON stores unchanged."""
 GIVE_PROMPT = "The prompts' column is set by data.prompt_key"
-WAY_OUT = " Fix it, or leave such rows out with data.on_bad_row=skip."
+REMEDY = " Fix it, or leave such rows out with data.on_bad_row=skip."
 ADD_COLUMN = {
     "data_source": "Add it ('openai/gsm8k') to score with a built-in rule. ",
     "reward_model": "Add it ({'ground_truth': '42'}) to score with a built-in rule. ",
@@ -80,8 +80,8 @@ def good_rows(
             raise
         except ValueError as problem:
             if on_bad_row != "skip":
-                way_out = WAY_OUT if has_good or not isinstance(problem, NoColumn) else ""
-                raise ConfigError(f"{where}: {problem}.{way_out}") from problem
+                remedy = REMEDY if has_good or not isinstance(problem, NoColumn) else ""
+                raise ConfigError(f"{where}: {problem}.{remedy}") from problem
             if not has_warned:
                 story = "%s: %s; such rows are skipped (data.on_bad_row=skip)"
                 logger.warning(story, where, problem)
@@ -118,8 +118,8 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
         if row.get(column) is None:
             problem = f"column {column!r} is empty" if column in row else f"no column {column!r}"
             is_rules = column in RULE_COLUMNS
-            way_out = f"{ADD_COLUMN[column]}{GIVE_REWARD}" if is_rules else GIVE_PROMPT
-            text = f"{problem}; non-empty columns: {filled_columns(in_file)}. {way_out}"
+            remedy = f"{ADD_COLUMN[column]}{GIVE_REWARD}" if is_rules else GIVE_PROMPT
+            text = f"{problem}; non-empty columns: {filled_columns(in_file)}. {remedy}"
             raise ValueError(text) if column in row else NoColumn(text)
     prompt, rule = row[prompt_key], row["reward_model"]
     if isinstance(prompt, str | list) and not prompt:
@@ -309,10 +309,10 @@ def _check(path: Path | str, required: Sequence[str], there: Sequence[str]) -> N
     for column in required:
         if column not in there:
             rule = column in RULE_COLUMNS
-            way_out = GIVE_REWARD if rule else GIVE_PROMPT
+            remedy = GIVE_REWARD if rule else GIVE_PROMPT
             raise ConfigError(
                 f"{path}: no column {column!r}. Columns: {', '.join(there)}."
-                f"{nearest(column, there)} {way_out}."
+                f"{nearest(column, there)} {remedy}."
             )
 
 

@@ -50,7 +50,7 @@ from trainer.data.prompt_tokens import (
     check_messages,
     encode_prompt,
     readable,
-    written,
+    render_messages,
 )
 from trainer.data.row_cache import Entry, cached_rows, check_cacheable
 from verl_like.batch.protocol import DataProto
@@ -444,7 +444,7 @@ def _encode_chat(row: Row, tokenizer: Any) -> LMRow:
             )
         except (TemplateError, *TEMPLATE_ERRORS) as error:
             raise ValueError(f"the chat template rejects it: {error}") from error
-    text = written(messages, tokenizer)
+    text = render_messages(messages, tokenizer)
     spans = _assistant_spans(messages, tokenizer, text)
 
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -461,8 +461,8 @@ def _assistant_spans(messages: list[Row], tokenizer: Any, text: str) -> list[tup
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        before = written(messages[:number], tokenizer, add_generation_prompt=True)
-        after = written(messages[: number + 1], tokenizer)
+        before = render_messages(messages[:number], tokenizer, add_generation_prompt=True)
+        after = render_messages(messages[: number + 1], tokenizer)
         if not (text.startswith(after) and after.startswith(before)):
             raise ValueError(
                 f"the tokens of message {number}, of the assistant, cannot be identified: the chat "

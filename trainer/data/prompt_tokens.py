@@ -35,7 +35,7 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
                 "template; add chat_template.jinja to the model folder, or write prompts as plain "
                 "strings"
             )
-        text = written(text, tokenizer, add_generation_prompt=True)
+        text = render_messages(text, tokenizer, add_generation_prompt=True)
     check_length(text)
     # the template already writes the special tokens of a chat
     ids = np.array(tokenizer(text, add_special_tokens=is_plain)["input_ids"], dtype=np.int64)
@@ -44,7 +44,7 @@ def encode_prompt(prompt: Any, tokenizer: Any) -> NDArray[np.int64]:
     return ids
 
 
-def written(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) -> str:
+def render_messages(messages: Any, tokenizer: Any, add_generation_prompt: bool = False) -> str:
     """Return the messages as text, formatted by the tokenizer's chat template.
 
     The text has the tokens of images in their places.

@@ -47,8 +47,8 @@ def load_tokenizer(path: str, key: str = "actor_rollout_ref.model.path") -> Any:
         text = f"cannot load a tokenizer from {key}={path}: {there}."
         patterns = ("*token*", "*vocab*", "*.model")
         if folder.is_dir() and not any(file for name in patterns for file in folder.glob(name)):
-            way_out = "Copy tokenizer.json and tokenizer_config.json from the base model."
-            raise ConfigError(f"{text} {way_out}") from err
+            remedy = "Copy tokenizer.json and tokenizer_config.json from the base model."
+            raise ConfigError(f"{text} {remedy}") from err
         raise ConfigError(f"{text}\n{err}") from err
     check_template(tokenizer)
     if tokenizer.pad_token_id is None:
@@ -113,7 +113,7 @@ class PromptSet:
         from workers.rewards.code import find_open_assert
 
         return self._any_truth(
-            f"has asserts that need trust: {self._cut}",
+            f"has asserts that need trust: {self._length_settings}",
             lambda truth: find_open_assert(truth) is not None,
         )
 
@@ -136,14 +136,14 @@ class PromptSet:
                 for number, row in numbered
             )
 
-        return self._table.remembered(f"digest of rows: {self._cut}", compute)
+        return self._table.remembered(f"digest of rows: {self._length_settings}", compute)
 
     def texts(self, column: str) -> list[str]:
         """Return a column of all prompts as texts."""
         return [str(self._table.row(number).get(column)) for number in self.rows.tolist()]
 
     @property
-    def _cut(self) -> tuple[Any, ...]:
+    def _length_settings(self) -> tuple[Any, ...]:
         """Settings that determine which rows remain, and their lengths."""
         config = self._config
         return config.max_prompt_length, config.truncation, config.filter_overlong_prompts

@@ -16,9 +16,9 @@ from workers.config import KL_ESTIMATORS, RolloutCorrectionConfig, WorkersConfig
 from workers.config.conditions import HAS_CRITIC, REWARDS_TEACH, SAVES
 
 NO_STEPS_OR_CRITIC = ReadWhen(
-    HAS_CRITIC.says,
-    lambda section, run: section.critic_warmup == 0 or HAS_CRITIC.holds(section, run),
-    HAS_CRITIC.otherwise,
+    HAS_CRITIC.description,
+    lambda section, run: section.critic_warmup == 0 or HAS_CRITIC.condition(section, run),
+    HAS_CRITIC.reason,
 )
 
 

@@ -260,14 +260,14 @@ def _reject_losses(config: PPOConfig) -> None:
     if correction.bypass_mode:
         if algorithm.use_kl_in_reward or "old_log_probs" in columns_read(algorithm.adv_estimator):
             key = f"adv_estimator={algorithm.adv_estimator}"
-            way_out = "choose another estimator"
+            remedy = "choose another estimator"
             if algorithm.use_kl_in_reward:
                 key = "use_kl_in_reward=true"
-                way_out = f"replace algorithm.{key} with {ACTOR}.use_kl_loss=true"
+                remedy = f"replace algorithm.{key} with {ACTOR}.use_kl_loss=true"
             raise ConfigError(
                 f"algorithm.{key} reads the trainer's own log-probs before the update, and "
                 f"{SECTION}.bypass_mode=true computes none. Set {SECTION}.bypass_mode=false, or "
-                f"{way_out}."
+                f"{remedy}."
             )
         if correction.rollout_is_batch_normalize:
             raise ConfigError(

@@ -45,7 +45,7 @@ TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 """The key of the tokens per pass."""
 SHARE_OF_A_MACHINE = 0.5
 """Fraction of a machine's memory for which the passes of a CPU run are sized."""
-WAYS_OUT = {
+REMEDIES = {
     "activations": "use smaller passes (ppo_micro_batch_size_per_gpu, or "
     "ppo_max_token_len_per_gpu, of actor_rollout_ref.actor and critic), or set "
     "actor_rollout_ref.model.enable_gradient_checkpointing=true if it is false",
@@ -176,7 +176,7 @@ def check_memory(config: PPOConfig, devices: Devices) -> None:
     if devices.bytes is not None:
         config = _with_fitting_tokens(config, devices)  # recomputes all layers by default
         roles = role_memories(config, devices.type, devices.bytes)
-        check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
+        check_fit(roles, devices.type, devices.bytes, REMEDIES)
 
 
 def plan_text(config: PPOConfig, brief: bool = False, heading: str = "Memory") -> str:

@@ -11,7 +11,7 @@ from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, nearest
 from workers.agents.chat import TurnRenderer
 from workers.agents.host import EnvironmentHost, Kind, name_of
-from workers.agents.load_environment import in_full
+from workers.agents.load_environment import full_path
 from workers.agents.players import OWN_COLUMNS, spec_of
 from workers.columns import ENVIRONMENT
 from workers.models.folder import factor_border, model_folder, read_hf_config
@@ -64,11 +64,11 @@ def full_paths(config: Any) -> Any:
     """
     section = config.environment
     paths = {
-        "environment.path": in_full(section.path) if section.path else "",
-        "environment.paths": {name: in_full(path) for name, path in section.paths.items()},
-        "environment.tools": [in_full(path) for path in section.tools],
+        "environment.path": full_path(section.path) if section.path else "",
+        "environment.paths": {name: full_path(path) for name, path in section.paths.items()},
+        "environment.tools": [full_path(path) for path in section.tools],
         "environment.tool_call_parser": section.tool_call_parser
-        and in_full(section.tool_call_parser),
+        and full_path(section.tool_call_parser),
     }
     return replace_keys(config, paths)
 

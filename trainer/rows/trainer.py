@@ -55,7 +55,7 @@ from workers.training.role_model_spec import RoleModelSpec
 
 C = TypeVar("C", bound=RowConfig)
 
-WAYS_OUT = {
+REMEDIES = {
     "activations": "use smaller passes (data.max_token_len_per_gpu, or "
     "data.micro_batch_size_per_gpu and data.max_length), or set "
     "model.enable_gradient_checkpointing=true if it is false",
@@ -99,7 +99,7 @@ def preflight(config: RowConfig) -> None:
     devices = run_devices(config.trainer)
     if devices.bytes is not None:
         roles = role_memories(config, devices.type)
-        check_fit(roles, devices.type, devices.bytes, WAYS_OUT)
+        check_fit(roles, devices.type, devices.bytes, REMEDIES)
 
 
 def resolve_config(config: C) -> C:

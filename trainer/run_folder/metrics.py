@@ -123,7 +123,7 @@ def read_lines(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
     """Return the metrics of every step."""
     rows = [
-        {name: v for name, v in row.items() if is_number(v) and not _is_odd(name, v)}
+        {name: v for name, v in row.items() if is_number(v) and not _is_damaged(name, v)}
         for row in read_lines(path, notes)
     ]
     steps = [row for row in rows if "step" in row]
@@ -135,7 +135,7 @@ def read_metrics(path: Path, notes: list[str]) -> list[dict[str, float]]:
     return steps
 
 
-def _is_odd(name: str, value: float) -> bool:
+def _is_damaged(name: str, value: float) -> bool:
     """Return whether a count or a time is nan or infinite, which only a changed file has."""
     return name.startswith(COUNTED) and not math.isfinite(value)
 

@@ -48,7 +48,7 @@ START_KEY = "trainer.resume_from_path"
 LOCK = "remote.lock"
 RECORD = ".uploaded.json"
 """The file of the local copy that says which version of each file is in the store."""
-OWN = ("run.lock", LOCK, RECORD)
+NOT_UPLOADED = ("run.lock", LOCK, RECORD)
 """Files that are not uploaded."""
 SCAN_S = 15.0
 """Seconds between two looks for changed files."""
@@ -259,7 +259,7 @@ class RemoteRun:
             if _stamp(self.folder / name) == self._record.pop(name)[0]:
                 (self.folder / name).unlink(missing_ok=True)
         for name, info in remote.items():
-            if name in OWN:
+            if name in NOT_UPLOADED:
                 continue
             version, local = version_of(info), self.folder / name
             stamp = _stamp(local)
@@ -341,7 +341,7 @@ class RemoteRun:
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder).as_posix()
             is_draft = any(part.startswith(DRAFT) for part in path.parts)
-            if name in OWN or is_draft or not _is_complete(name, markers.__contains__):
+            if name in NOT_UPLOADED or is_draft or not _is_complete(name, markers.__contains__):
                 continue
             stamp = _stamp(path)
             if stamp is not None:

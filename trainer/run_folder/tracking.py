@@ -231,13 +231,13 @@ def make_tracking(
                     tracker = TRACKERS.look_up(name)(config, total_steps)
                 check_tracker_methods(tracker, f"what trainer.logger={name} makes")
             except ImportError as err:
-                way_out = f"Install it with: pip install 'verl-like[{name}]'"
+                remedy = f"Install it with: pip install 'verl-like[{name}]'"
                 if name not in BUILT_IN:
-                    way_out = "Install the package that it imports."
+                    remedy = "Install the package that it imports."
                 logger.warning(
                     "trainer.logger includes %s, which is not installed (%s). The run continues "
                     "without it. %s",
-                    *(name, err, way_out),
+                    *(name, err, remedy),
                 )
                 continue
             at_end.callback(tracker.close)

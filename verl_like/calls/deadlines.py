@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from verl_like.errors import ConfigError, nearest
 
 logger = logging.getLogger(__name__)
-LATE_AT = 10.0
+LATE_FACTOR = 10.0
 """A call is late if it takes this multiple of the median time of its method's calls."""
 MAX_TIMES = 25
 """Number of a method's last calls that the median is computed from."""
@@ -142,7 +142,7 @@ class CallTimes:
         if rows > 0 and usual_rows == 0:
             return limits.call_s  # calls without rows do not predict a call with rows
         share = max(1.0, rows / usual_rows) if usual_rows else 1.0
-        return min(limits.call_s, max(limits.min_call_s, LATE_AT * median_s * share))
+        return min(limits.call_s, max(limits.min_call_s, LATE_FACTOR * median_s * share))
 
 
 T = TypeVar("T")

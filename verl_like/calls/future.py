@@ -221,13 +221,13 @@ class _Wait:
         transport, name = future.transport, future.name
         limits, times = transport.deadlines, transport.call_times
         if timeout is not None:
-            limit_s, self._way_out = timeout, "raise the timeout"
+            limit_s, self._remedy = timeout, "raise the timeout"
         elif future._limit is not None:
-            limit_s, self._way_out = future._limit
+            limit_s, self._remedy = future._limit
         else:
             limit_s = times.limit_s(name, future.rows, limits)
             is_first = limit_s == limits.call_s
-            self._way_out = "raise timeouts.call_s" if is_first else "raise timeouts.min_call_s"
+            self._remedy = "raise timeouts.call_s" if is_first else "raise timeouts.min_call_s"
         median_s, is_start = times.median_s(name), future._limit is not None
         # a process cannot show a stack before it has started
         self.look_from_s = math.inf if is_start else LOOK_FROM * (median_s or 0.0)
@@ -272,7 +272,7 @@ class _Wait:
             stacks(future.transport),
             future.transport,
         )
-        return WaitTimeoutError(f"{explained}\nIf the work is only slow, {self._way_out}.")
+        return WaitTimeoutError(f"{explained}\nIf the work is only slow, {self._remedy}.")
 
 
 def wait_for(

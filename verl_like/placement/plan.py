@@ -298,12 +298,12 @@ def _choose_nodes(
         lacking = [room.lacks(count, need) for room in rooms if room not in chosen]
         needs = [f"{need.cpus:g} CPU"]
         needs += [f"{amount:g} {name}" for name, amount in need.resources.items()]
-        way_out = _way_out(pool, need, lacking) or _more_devices(pool, counts, rooms)
+        remedy = _remedy(pool, need, lacking) or _more_devices(pool, counts, rooms)
         raise InsufficientResourcesError(
             f"pool '{pool}' needs {len(per_node)} node(s), and no "
             f"{'other ' if chosen else ''}node has room for {count} of its processes, with "
             f"{' and '.join(needs)} each: "
-            f"{_describe_rooms(rooms, chosen)}. To fix it, {way_out}."
+            f"{_describe_rooms(rooms, chosen)}. To fix it, {remedy}."
         )
     return tuple(room.node for room in chosen)
 
@@ -331,7 +331,7 @@ def _first_fit(rooms: Sequence[_Room], per_node: Sequence[int], need: ProcessNee
     return chosen
 
 
-def _way_out(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
+def _remedy(pool: str, need: ProcessNeeds, lacking: Sequence[str]) -> str:
     """Return advice for a pool that lacks a label, CPUs, a custom resource or any GPU, or "".
 
     `lacking` names the missing resource of every node that the pool does not use yet.

@@ -189,17 +189,17 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
-def isolate_network(way_out: str = "") -> None:
+def isolate_network(remedy: str = "") -> None:
     """Leave this process no network except its own loopback interface, and no Unix sockets.
 
     Pairs of sockets (`multiprocessing.Pipe`) remain. Raise if the machine does not allow a network
-    namespace; the error ends with `way_out`.
+    namespace; the error ends with `remedy`.
     """
     deny(OTHER_SOCKETS)
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
     if not hasattr(libc, "unshare"):
-        raise ConfigError(f"this machine has no Linux namespaces.{way_out}")
+        raise ConfigError(f"this machine has no Linux namespaces.{remedy}")
     if libc.unshare(_CLONE_NEWNET) != 0:  # not permitted: use a user namespace
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())
@@ -207,7 +207,7 @@ def isolate_network(way_out: str = "") -> None:
                 f"this machine does not allow a network namespace ({reason}). Allow user "
                 "namespaces (sysctl user.max_user_namespaces, "
                 "kernel.apparmor_restrict_unprivileged_userns=0; in a container its seccomp "
-                f"profile).{way_out}"
+                f"profile).{remedy}"
             )
         Path("/proc/self/setgroups").write_text("deny", encoding="ascii")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1", encoding="ascii")

@@ -93,7 +93,7 @@ class TurnRenderer:
         The second value is True if it does not, so that the ids of the whole chat are returned.
         """
         messages = [self._for_history(message) for message in messages]
-        text, read = self.template.written(self.template.safe(messages)), ""
+        text, read = self.template.written(self.template.escaped(messages)), ""
         text = self.with_images(text, messages)
         if before:
             read = self._tokenizer.decode(before)
@@ -110,14 +110,14 @@ class TurnRenderer:
 
     def text_between(self, last: int | None, observations: Sequence[Message]) -> str:
         """Return the text that the template renders between two turns."""
-        return self.template.between(last, self.template.safe(observations))
+        return self.template.between(last, self.template.escaped(observations))
 
     def turn(
         self, sampled_ids: Sequence[int], last: int | None, observations: Sequence[Message]
     ) -> list[Message]:
         """Return messages of a sampled turn and the observations after it, for `rewritten`."""
         text = self._tokenizer.decode(sampled_ids if last is None else sampled_ids[:-1])
-        observations = self.template.safe(observations)
+        observations = self.template.escaped(observations)
         calls, rest = parse(text, forms_of(self.template.text))
         is_behind = bool(calls) and self.template.are_behind_calls(observations)
         turn: Message = {"role": "assistant", "content": text}
@@ -311,12 +311,12 @@ class ChatTemplate:
             in_json = [json.dumps(content, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
             is_written = any(form in text for form in (content, *in_json))
             if not is_written and not message.get("tool_calls"):
-                way_out = ", or an environment without tools" * (message["role"] == "tool")
+                remedy = ", or an environment without tools" * (message["role"] == "tool")
                 raise ConfigError(
                     f"environment: the chat template of {self._tokenizer.name_or_path} leaves out "
                     f"the content of a message of the role {message['role']!r}, so it would be "
                     f"missing from the sample: {content!r:.80}. Use a template that writes it "
-                    f"(chat_template.jinja in the model folder){way_out}."
+                    f"(chat_template.jinja in the model folder){remedy}."
                 )
 
     def _after_turn(self, observations: Sequence[Message], behind_calls: bool) -> str:
@@ -356,15 +356,15 @@ class ChatTemplate:
             )
         return text[max(ends) :]
 
-    def safe(self, part: Any) -> Any:
+    def escaped(self, part: Any) -> Any:
         """Return an environment's text, in which special tokens are broken up.
 
         Of messages, every text is changed, including names and calls.
         """
         if isinstance(part, Mapping):
-            return {self.safe(name): self.safe(inner) for name, inner in part.items()}
+            return {self.escaped(name): self.escaped(inner) for name, inner in part.items()}
         if isinstance(part, list | tuple):
-            return [self.safe(inner) for inner in part]
+            return [self.escaped(inner) for inner in part]
         if not isinstance(part, str):
             return part
         text = part.encode(errors="replace").decode()  # tokenizers reject lone surrogates

@@ -191,7 +191,7 @@ def _step_is_tool(cls: Any) -> bool:
     return inspect.signature(step).return_annotation in (str, "str")
 
 
-def in_full(path: str) -> str:
+def full_path(path: str) -> str:
     """Return a path with an absolute file name, because each process has its own folder."""
     where, name, own_id = _parts(path)
     prefix = path.partition(":")[0]

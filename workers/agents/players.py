@@ -206,7 +206,7 @@ def trajectory_columns(batch: DataProto, trajectories: list[Trajectory]) -> Data
     return DataProto.from_dict(tensors, objects)
 
 
-TAKE_S = 0.05
+COLLECT_S = 0.05
 """Seconds that the engine may generate between two polls of the environments."""
 BATCH_S = 0.005
 """While the engine is idle, answers that arrive within these seconds are handled together."""
@@ -363,7 +363,7 @@ class TurnLoop:
 
         Return True if a trajectory has as many new tokens as `budget` allows.
         """
-        seconds = min(TAKE_S, budget.seconds_left)
+        seconds = min(COLLECT_S, budget.seconds_left)
         is_idle = not self._in(TrajectoryState.ENGINE)
         self._receive(seconds if is_idle and not self._in(TrajectoryState.READY) else 0.0)
         for _ in range(MAX_WAITS if is_idle else 0):

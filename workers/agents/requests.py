@@ -123,7 +123,7 @@ def stop_strings(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(filter(None, [stop] if isinstance(stop, str) else stop))
 
 
-def overridden(
+def overridden_settings(
     settings: Mapping[str, Any],
     sampling: SamplingParams,
     request_settings: str,

@@ -24,7 +24,7 @@ from verl_like.errors import ConfigError
 from workers.agents.calls import forms_of
 from workers.agents.chat import Message, TurnRenderer, with_observation, with_refs
 from workers.agents.host import BROKEN, EnvironmentHost
-from workers.agents.requests import RejectedRequest, overridden, stop_strings
+from workers.agents.requests import RejectedRequest, overridden_settings, stop_strings
 from workers.chats import images_of
 from workers.columns import ENVIRONMENT
 from workers.models.attention import warn_once
@@ -232,7 +232,7 @@ class Trajectory:
             text = answer["text"]
             chat = self.renderer
             self.chat = with_observation(
-                self.start.prompt, None if text is None else chat.template.safe(text)
+                self.start.prompt, None if text is None else chat.template.escaped(text)
             )
             self._observe(chat.template.written(self.chat), self.chat, True)
             return
@@ -452,7 +452,7 @@ class Trajectory:
         """Return the settings of a request that take effect; warn once about overridden ones."""
         can_stop = self.setting.engine.decode is not None
         of_run, mode = self.setting.sampling, self.setting.config.request_settings
-        names = overridden(settings, of_run, mode, can_stop)
+        names = overridden_settings(settings, of_run, mode, can_stop)
         if names:
             warn_once(
                 f"environment: an agent's requests set {', '.join(sorted(names))}, which the run "

@@ -123,6 +123,6 @@ SAVES = ReadWhen(
 )
 VALIDATES_OR_SAVES = ReadWhen(
     "the run validates, or writes checkpoints",
-    lambda section, run: VALIDATES.holds(section, run) or SAVES.holds(section, run),
+    lambda section, run: VALIDATES.condition(section, run) or SAVES.condition(section, run),
     "this run neither validates nor writes checkpoints. Set data.val_files, or trainer.save_freq",
 )

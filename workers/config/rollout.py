@@ -57,7 +57,7 @@ VLLM_IS_OURS = ReadWhen(
 VLLM_TAKES_ADAPTERS = ReadWhen(
     "`name` is vllm, in process, and the policy has LoRA adapters",
     lambda section, run: (
-        VLLM_IS_OURS.holds(section, run) and run.actor_rollout_ref.model.lora_rank > 0
+        VLLM_IS_OURS.condition(section, run) and run.actor_rollout_ref.model.lora_rank > 0
     ),
     "the policy has no LoRA adapters, or {section}name is not vllm in process",
 )

@@ -257,7 +257,7 @@ def _unsplit(model: _Described, compute: torch.dtype, tp: int) -> ModelShapes:
     if tp > 1:
         from workers.parallel import tensor  # imported late: it loads torch's DTensor
 
-        tensor.check(weights.module, tp, "parallel.tp")
+        tensor.check_split(weights.module, tp, "parallel.tp")
     traced = model.settings, body.config.to_json_string(), compute
     if traced not in _traces:  # the trace is the same with any head
         _traces[traced] = trace_pass(body.to(compute))

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from workers.models.attention import override_attention
 
-COUNTED = "counted_attention"
+TRACED_ATTENTION = "counted_attention"
 """Name of `_attention` in the attention interface of transformers."""
 NUM_TRACED = 257
 """Tokens in the traced pass. Bytes are proportional to it, and no weight has this size."""
@@ -116,7 +116,7 @@ def trace_pass(body: Any) -> PassTrace | None:
 
     hooks = [layer.register_forward_pre_hook(note, with_kwargs=True) for layer in layers]
     try:
-        with override_attention(body, COUNTED, _attention, lambda **_: None):
+        with override_attention(body, TRACED_ATTENTION, _attention, lambda **_: None):
             saved = _sum(_saved(body), hidden_size)
             for hook in hooks:
                 hook.remove()

@@ -37,18 +37,18 @@ from workers.parallel.groups import communicate
 from workers.parallel.placements import local_part
 from workers.parallel.vocabulary import VocabShard
 
-COPY = "_copy_for_cut_layers"
+COPY_ATTRIBUTE = "_copy_for_cut_layers"
 """Attribute of hidden states for a copy that all layers that are split by columns use."""
 HEAD_NORM = re.compile(r"(q|k|v|query|key)_?(norm|layernorm)")
 """Norms of heads. Every rank has their weights, but applies them only to its own heads."""
-BEFORE_HEADS = re.compile(r"(q|kv)_a_(proj.*|layernorm)")
+LOW_RANK_LAYERS = re.compile(r"(q|kv)_a_(proj.*|layernorm)")
 """Layers of latent attention whose outputs all heads use."""
 
 USE_OTHERS = ("gemma3n", "gemma4")
 """Prefixes of model types whose layers use the weights of other layers."""
 
 
-class Whole:
+class WholeLayer:
     """A layer that every rank computes completely; the base class of the other styles."""
 
     weight: Placement = Replicate()
@@ -76,11 +76,11 @@ class Whole:
         """Return a copy for all layers with this input, so that its gradient is summed once."""
         if not (torch.is_grad_enabled() and states.requires_grad):
             return states
-        copy: Tensor | None = getattr(states, COPY, None)
+        copy: Tensor | None = getattr(states, COPY_ATTRIBUTE, None)
         if copy is None:
             # `data`, not a view: a view and its base would keep each other alive
             copy = communicate(states, lambda tensor: tensor.data, self._sum)
-            setattr(states, COPY, copy)
+            setattr(states, COPY_ATTRIBUTE, copy)
         return copy
 
     def added_up(self, part: Tensor) -> Tensor:
@@ -103,13 +103,13 @@ class Whole:
         return states.chunk(self.group.size(), dim=-1)[self.group.rank()].contiguous()
 
 
-class PartialWeights(Whole):
+class PartialWeights(WholeLayer):
     """A layer whose weights see only some of the inputs, such as a norm of the rank's heads."""
 
     partial = True
 
 
-class ColumnLinear(Whole):
+class ColumnLinear(WholeLayer):
     """A linear layer of which each rank computes some outputs."""
 
     weight = others = Shard(0)
@@ -127,7 +127,7 @@ class GatheredColumnLinear(ColumnLinear):
         return communicate(output, self._gather, self._local_columns)
 
 
-class RowLinear(Whole):
+class RowLinear(WholeLayer):
     """A linear layer whose inputs are the rank's columns; its outputs are summed over the ranks.
 
     The bias is added to the sum. The output of an adapter is summed together with the layer's.
@@ -160,7 +160,7 @@ class SplitRowLinear(RowLinear):
         return super().enter(layer, (columns, *inputs[1:]))
 
 
-class VocabularyRows(Whole):
+class VocabularyRows(WholeLayer):
     """Embeddings of the rank's tokens; those of other ranks' tokens are zero before the sum."""
 
     weight = others = Shard(0)
@@ -176,7 +176,7 @@ class VocabularyRows(Whole):
         return self.added_up(output.masked_fill(self.is_other[..., None], 0.0))
 
 
-class Experts(Whole):
+class Experts(WholeLayer):
     """Experts whose matrices are split over the ranks; their outputs are summed."""
 
     def enter(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ class Experts(Whole):
         return self.added_up(output)
 
 
-class LatentKeys(Whole):
+class LatentKeys(WholeLayer):
     """First layer of latent attention: all heads use the rotary part of its output directly."""
 
     def leave(self, output: Any) -> Any:
@@ -199,7 +199,7 @@ class LatentKeys(Whole):
         return torch.cat([latent, self.copied(rotary)], dim=-1)
 
 
-STYLES: dict[str, type[Whole]] = {
+STYLES: dict[str, type[WholeLayer]] = {
     "colwise": ColumnLinear,
     "colwise_gather_output": GatheredColumnLinear,
     "colwise_rep": GatheredColumnLinear,
@@ -224,7 +224,7 @@ PLACEMENTS: dict[str, Placement] = {
 class Layer:
     """How a layer is split: its computation, and the placements of its parameters."""
 
-    style: type[Whole] = Whole
+    style: type[WholeLayer] = WholeLayer
     placements: Mapping[str, Placement] = field(default_factory=dict)
 
     def placement(self, name: str, weight: Tensor) -> Placement:
@@ -257,7 +257,7 @@ class ModuleSplit:
         add_up_gradients([weight for weight in weights if weight.requires_grad], self.group)
 
 
-def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
+def split_module(module: Any, mesh: DeviceMesh) -> ModuleSplit:
     """Split the module's parameters over the only axis of `mesh`, and hook its layers.
 
     Adapters must already be added; weights may still be on the meta device. Call `check` first.
@@ -267,7 +267,7 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
     distributed: dict[int, nn.Parameter] = {}
     partial = []
     for path, layer in module.named_modules():
-        rule = layers.get(path, Layer(Whole))
+        rule = layers.get(path, Layer(WholeLayer))
         style = rule.style(group, config)
         for name, weight in layer._parameters.items():
             if weight is None:
@@ -279,7 +279,7 @@ def apply(module: Any, mesh: DeviceMesh) -> ModuleSplit:
             layer._parameters[name] = parameter
             if style.partial:
                 partial.append((layer, name))
-        if layer._parameters or rule.style is not Whole:
+        if layer._parameters or rule.style is not WholeLayer:
             _hook(layer, style)
 
     embeddings = _body(module).get_input_embeddings()
@@ -297,7 +297,7 @@ def _body(module: Any) -> Any:
     return getattr(module, module.base_model_prefix, module)
 
 
-def _hook(layer: nn.Module, style: Whole) -> None:
+def _hook(layer: nn.Module, style: WholeLayer) -> None:
     """Make the layer compute with the local parts of its parameters, as `style` defines."""
     dtensors: dict[str, Any] = {}
 
@@ -366,7 +366,7 @@ def layers_of(module: Any) -> dict[str, Layer]:
             layers |= _with_adapter(path, layer, style, placements)
             columns += [path] if style is ColumnLinear else []
         elif placements:
-            layers[path] = Layer(Whole, placements)
+            layers[path] = Layer(WholeLayer, placements)
     layers |= _layers_by_words(module)
     _reject_unused(module, plan, layers)
     for path in columns:
@@ -397,7 +397,7 @@ def _placements_by_plan(plan: Mapping[str, str], path: str, layer: Any) -> dict[
 
 def _style_by_plan(
     plan: Mapping[str, str], path: str, layer: Any, placements: Mapping[str, Placement]
-) -> type[Whole] | None:
+) -> type[WholeLayer] | None:
     """Return how the plan computes a layer; None without a rule."""
     name = plan.get(_rule_for(path))
     if name is None:
@@ -418,7 +418,7 @@ def _style_by_plan(
 def _layers_by_words(module: Any) -> dict[str, Layer]:
     """Return embeddings and head if they are plain layers: they are split along the vocabulary."""
     embeddings, head = _body(module).get_input_embeddings(), module.get_output_embeddings()
-    ends: list[tuple[Any, type[Whole], type]] = [(embeddings, VocabularyRows, nn.Embedding)]
+    ends: list[tuple[Any, type[WholeLayer], type]] = [(embeddings, VocabularyRows, nn.Embedding)]
     if len(getattr(head, "base_layer", head).weight) > 1:  # a scalar head has no vocabulary
         ends.append((head, ColumnLinear, nn.Linear))
     if not all(isinstance(getattr(end, "base_layer", end), kind) for end, _, kind in ends):
@@ -431,7 +431,7 @@ def _layers_by_words(module: Any) -> dict[str, Layer]:
 
 
 def _with_adapter(
-    path: str, layer: Any, style: type[Whole], placements: Mapping[str, Placement]
+    path: str, layer: Any, style: type[WholeLayer], placements: Mapping[str, Placement]
 ) -> dict[str, Layer]:
     """Return the layer, or with LoRA its base and factors.
 
@@ -446,7 +446,7 @@ def _with_adapter(
         f"{path}.{part}" for part in ("base_layer", f"lora_A.{adapter}", f"lora_B.{adapter}")
     )
     if issubclass(style, RowLinear):
-        inputs = Layer(Whole, {"weight": Shard(-1)})
+        inputs = Layer(WholeLayer, {"weight": Shard(-1)})
         return {path: Layer(style), base: inputs, a: inputs, b: Layer(PartialWeights)}
     return {base: Layer(style), a: Layer(), b: Layer(style)}
 
@@ -495,7 +495,7 @@ def _siblings_without_rule(
             continue
         if HEAD_NORM.fullmatch(child):
             others[path] = Layer(PartialWeights)
-        elif not BEFORE_HEADS.fullmatch(child):
+        elif not LOW_RANK_LAYERS.fullmatch(child):
             raise NoSplit(
                 f"the tensor-parallel plan in transformers has no rule for {parent}.{name}, but "
                 "splits layers next to it"
@@ -544,7 +544,7 @@ def _split_weights(
                     yield layer, f"{path}.{name}", weight, placement
 
 
-def check(module: Any, tp: int, key: str) -> None:
+def check_split(module: Any, tp: int, key: str) -> None:
     """Reject a module, possibly on the meta device, that cannot be split over `tp` ranks."""
     try:
         needed = sizes(module, layers_of(module))

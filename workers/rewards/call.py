@@ -52,7 +52,7 @@ BATCH_MARKS = {"solution_strs", "responses"}
 FIELDS_WITHOUT_SIGNATURE = {name: name for name in SAMPLE_FIELDS}
 FIELDS_OF_SAMPLE = FIELDS_WITHOUT_SIGNATURE | SHORT_NAMES
 FIELDS_OF_BATCH = {f"{name.removesuffix('s')}s": entry for name, entry in FIELDS_OF_SAMPLE.items()}
-FIELDS_OF_TRL = {**FIELDS_WITHOUT_SIGNATURE, "prompts": "raw_prompt", COMPLETIONS: COMPLETIONS}
+TRL_FIELDS = {**FIELDS_WITHOUT_SIGNATURE, "prompts": "raw_prompt", COMPLETIONS: COMPLETIONS}
 
 
 def prompt_text(sample: Sample) -> str:
@@ -102,7 +102,7 @@ class RewardCall:
 
         parameters = signature.parameters
         if COMPLETIONS in parameters and COMPLETIONS not in columns:
-            convention = FIELDS_OF_TRL
+            convention = TRL_FIELDS
         elif not BATCH_MARKS.isdisjoint(parameters):
             convention = FIELDS_OF_BATCH
         else:

@@ -39,7 +39,7 @@ from workers.columns import IMAGES, NAMED, batch_columns, require
 from workers.config import RolloutConfig, WorkersConfig, has_environment, replays_routing
 from workers.models.folder import generation_eos, set_template_variables
 from workers.models.state import named_state
-from workers.rollout.base import RolloutEngine, SamplingParams, in_step
+from workers.rollout.base import RolloutEngine, SamplingParams, followed_by_ranks
 from workers.rollout.build_engine import (
     build_engine,
     check_engine,
@@ -129,7 +129,7 @@ class RolloutWorker(WeightReceiver, Worker):
 
     @register(dispatch_mode=ROLLOUT_DISPATCH, readonly=True)
     @batch_columns(reads=("input_ids", "attention_mask", IMAGES, *NAMED))
-    @in_step
+    @followed_by_ranks
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Return one response per row.
 
@@ -146,7 +146,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return self._batch_of([results[number] for number in numbers], len(data))
 
     @register(dispatch_mode=SUBMIT_DISPATCH, readonly=True, blocking=False)
-    @in_step
+    @followed_by_ranks
     def submit(self, data: DataProto) -> None:
         """Start generating samples of these rows; `collect` returns them, with `request`."""
         require(data, REQUEST)
@@ -155,7 +155,7 @@ class RolloutWorker(WeightReceiver, Worker):
         self._requests |= dict(zip(numbers, requests, strict=True))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    @in_step
+    @followed_by_ranks
     def collect(
         self, max_tokens: int | None = None, seconds: float | None = None
     ) -> DataProto | None:
@@ -175,7 +175,7 @@ class RolloutWorker(WeightReceiver, Worker):
         return batch.union(DataProto.from_dict({REQUEST: requests}))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    @in_step
+    @followed_by_ranks
     def abort(self) -> None:
         """Drop all samples that were submitted but not taken."""
         if self.players is not None:

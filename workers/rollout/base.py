@@ -458,15 +458,15 @@ def _check_sample(
     """Raise if the sample's prompt, or its partial response, cannot be continued."""
     length = len(sample.prompt)
     if not 1 <= length <= prompt_width:
-        way_out = "drop it from the data"
+        remedy = "drop it from the data"
         if length:
-            way_out = (
+            remedy = (
                 "raise data.max_prompt_length, or set data.truncation=left|right or "
                 "data.filter_overlong_prompts=true"
             )
         raise RolloutError(
             f"rollout: the prompt of {sample.name} has {length} tokens; 1 to "
-            f"{prompt_width} fit: {way_out}."
+            f"{prompt_width} fit: {remedy}."
         )
     _check_ids("prompt", sample.prompt, sample.name, vocab_size)
     if not len(sample.tokens):
@@ -496,7 +496,7 @@ def _check_ids(part: str, ids: Sequence[int], name: str, vocab_size: int) -> Non
         )
 
 
-def in_step(method: Callable[..., Any]) -> Callable[..., Any]:
+def followed_by_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a role's method that generates, so that only an engine's first rank runs it.
 
     The engine's other ranks follow, and return None. An engine's only rank is its first.

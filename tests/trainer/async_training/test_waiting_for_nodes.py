@@ -105,7 +105,7 @@ def test_a_lost_generator_restarts_when_a_node_has_room(
 ) -> None:
     cluster = Cluster(1, *no_room(3))
     config = config_of(tiny_dir, tmp_path)
-    assert losses(config, cluster).lose(0, LOST, num_lost=2) is True
+    assert losses(config, cluster).on_loss(0, LOST, num_lost=2) is True
     assert cluster.started == ["rollout"]
     assert (
         "generator 0: waiting for a node (no living node has room for generator_0_pool) for"
@@ -115,31 +115,31 @@ def test_a_lost_generator_restarts_when_a_node_has_room(
 
 def test_a_failing_start_is_tried_three_times(tiny_dir: Path, tmp_path: Path) -> None:
     config, died = config_of(tiny_dir, tmp_path), WorkerDiedError("start of rollout")
-    assert losses(config, Cluster(1, died, died)).lose(0, LOST, num_lost=2) is True
+    assert losses(config, Cluster(1, died, died)).on_loss(0, LOST, num_lost=2) is True
     words = r"start of rollout It was restarted 3 times at version 7 of the weights, the maximum\."
     with pytest.raises(RolloutError, match=words):
-        losses(config, Cluster(1, died, died, died)).lose(0, LOST, num_lost=2)
+        losses(config, Cluster(1, died, died, died)).on_loss(0, LOST, num_lost=2)
 
 
 def test_losses_with_progress_between_them_do_not_add_up(tiny_dir: Path, tmp_path: Path) -> None:
     version = itertools.count().__next__
     lost = losses(config_of(tiny_dir, tmp_path), Cluster(1), version=version)
-    assert [lost.lose(0, LOST, num_lost=2) for _ in range(5)] == [True] * 5
+    assert [lost.on_loss(0, LOST, num_lost=2) for _ in range(5)] == [True] * 5
 
 
 def test_a_loss_is_raised_where_all_pools_must_move(tiny_dir: Path, tmp_path: Path) -> None:
     cluster = Cluster(1, PlacementError("A new placement of all pools would fit."))
     with pytest.raises(WorkerDiedError, match="node 7 is lost") as caught:
-        losses(config_of(tiny_dir, tmp_path), cluster).lose(0, LOST, num_lost=2)
+        losses(config_of(tiny_dir, tmp_path), cluster).on_loss(0, LOST, num_lost=2)
     assert caught.value.__notes__ == ["A new placement of all pools would fit."]
 
 
 def test_a_stopping_run_waits_for_no_node(tiny_dir: Path, tmp_path: Path) -> None:
     two = config_of(tiny_dir, tmp_path, "async_training.generators=2")
     stopping = losses(two, Cluster(2, *no_room(3)), is_ending=True)
-    assert stopping.lose(1, LOST, num_lost=2) is False
+    assert stopping.on_loss(1, LOST, num_lost=2) is False
     with pytest.raises(StopRequested):
-        stopping.lose(0, LOST, num_lost=2)
+        stopping.on_loss(0, LOST, num_lost=2)
 
 
 def test_a_waiting_run_that_is_stopped_saves_its_last_step() -> None:

@@ -12,7 +12,7 @@ from tests.trainer.tools.report.report_runs import make_run
 from trainer import load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import explain, full_plan, main
-from trainer.launch import ALL_FOUND
+from trainer.launch import NO_ERRORS
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError
 
@@ -140,7 +140,7 @@ def test_a_run_is_checked_for_gpus_of_another_machine(
     main(["--gpus=2", "--device=H100", *overrides(tiny_dir, tmp_path / "run", *TWO_POOLS)])
     text = " ".join(capsys.readouterr().out.split())
     assert "2 x H100" in text
-    assert ALL_FOUND in text
+    assert NO_ERRORS in text
     assert "Next: start the run: verl-like ppo \\ " in text
     assert "trainer.simulate" not in text.partition("Next: ")[2]
     assert "Calls of a step" not in text
@@ -179,4 +179,4 @@ def test_a_recipe_on_rows_is_checked_by_its_name(
     assert "\nEstimated MiB per device" in text
     assert "Batch sizes\n-----------\n2 rows of at most" in text
     assert "\n  data.train_batch_size=2 (default 64)\n" in text
-    assert ALL_FOUND in text
+    assert NO_ERRORS in text

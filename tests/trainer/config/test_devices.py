@@ -12,7 +12,7 @@ from trainer.config.compose import load_config
 from trainer.config.devices import check_offload, run_devices
 from trainer.config.schema import TrainerConfig
 from trainer.groups.describe import describe_devices
-from trainer.launch import ALL_FOUND, run
+from trainer.launch import NO_ERRORS, run
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO
 from verl_like.errors import ConfigError, VerlLikeError
@@ -81,7 +81,7 @@ def test_a_dry_run_fits_the_passes_to_the_memory(
     output = " ".join(capsys.readouterr().out.split())  # as wide as the terminal
     assert ", fits (" in output
     assert "does NOT fit" not in output
-    assert ALL_FOUND in output
+    assert NO_ERRORS in output
     default = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192"
     with pytest.raises(ConfigError, match=r"does not fit: .* of 4\.0 GiB usable"):
         run(config_of(tiny_dir, tmp_path, *settings, default))

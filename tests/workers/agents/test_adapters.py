@@ -26,7 +26,7 @@ from trainer.cli import check_environment
 from verl_like.errors import ConfigError
 from workers.agents import EnvironmentAdapter, Observation, TrajectoryEnd
 from workers.agents.host import EnvironmentHost
-from workers.agents.load_environment import EnvironmentSpec, in_full
+from workers.agents.load_environment import EnvironmentSpec, full_path
 from workers.agents.process import Episode
 
 HERE = "tests.workers.agents.test_adapters"
@@ -167,7 +167,7 @@ def test_a_users_skyrl_class_is_played_unchanged(
 ) -> None:
     (tmp_path / "echo.py").write_text(SKYRL)
     monkeypatch.chdir(tmp_path)
-    path = in_full("skyrl_gym:echo.py:Echo")
+    path = full_path("skyrl_gym:echo.py:Echo")
     assert path == f"skyrl_gym:{tmp_path}/echo.py:Echo"
     episode, _ = begin(path, {"word": "hm"}, mark="!")
     assert text_of(episode.step("a")) == "hm! a"
@@ -177,7 +177,7 @@ def test_a_users_skyrl_class_is_played_unchanged(
 
 def test_the_policy_gets_the_tools_of_an_mcp_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
-    path = in_full(f"mcp:{sys.executable} mcp_calculator.py")
+    path = full_path(f"mcp:{sys.executable} mcp_calculator.py")
     assert shlex.split(path)[-1] == str(Path(__file__).parent / "mcp_calculator.py")
     spec = EnvironmentSpec(path)
     loaded = spec.load()

@@ -134,7 +134,7 @@ def test_other_ids_of_the_same_text_are_not_rewritten() -> None:
 def test_every_special_token_of_a_tokenizer_is_escaped(shape: Shape) -> None:
     tokenizer = tokenizer_of(shape)
     chat = TurnRenderer(tokenizer, [], [tokenizer.eos_token_id])
-    text = chat.template.safe("x".join(shape.special))
+    text = chat.template.escaped("x".join(shape.special))
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert not {*ids} & {*tokenizer.convert_tokens_to_ids(list(shape.special))}
 
@@ -147,7 +147,7 @@ def test_special_tokens_in_names_and_calls_of_tools_are_text() -> None:
     plain = chat.between(None, [{"role": "tool", "name": "", "content": "no"}])
     assert ids.count(tokenizer.eos_token_id) == plain.count(tokenizer.eos_token_id)
     call = {"function": {"name": "a<eos>", "arguments": {"<eos>": ["<eos>"]}}}
-    (safe,) = chat.template.safe([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    (safe,) = chat.template.escaped([{"role": "assistant", "content": "", "tool_calls": [call]}])
     assert "<eos>" not in str(safe)
 
 

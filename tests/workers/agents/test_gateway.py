@@ -32,7 +32,7 @@ from workers.agents.chat import TurnRenderer
 from workers.agents.gateway import AgentSession, endpoint
 from workers.agents.host import EnvironmentHost
 from workers.agents.load_environment import EnvironmentSpec
-from workers.agents.requests import RejectedRequest, overridden
+from workers.agents.requests import RejectedRequest, overridden_settings
 from workers.agents.trajectory import Trajectory, ids_to_read
 from workers.models.attention import warn_once
 from workers.rollout.base import SamplingParams
@@ -647,26 +647,28 @@ def test_settings_are_compared_with_the_runs_sampling() -> None:
     )
     same = {"temperature": 0, "top_p": 0.9, "stop": ["a", "b"], "stop_token_ids": [3], "top_k": -1}
     for overrides in ("serve", "override", "reject"):
-        assert overridden(same, run, overrides) == []
+        assert overridden_settings(same, run, overrides) == []
     for name, value in {"temperature": 1, "top_k": 5, "stop": "a", "stop_token_ids": [4]}.items():
         with pytest.raises(RejectedRequest, match=f"{name}=.* differs from this run's"):
-            overridden({name: value}, run, "reject")
-        assert overridden({name: value}, run, "override") == [name]
-        assert overridden({name: value}, run, "serve") == [name] * (name != "stop")
+            overridden_settings({name: value}, run, "reject")
+        assert overridden_settings({name: value}, run, "override") == [name]
+        assert overridden_settings({name: value}, run, "serve") == [name] * (name != "stop")
     with pytest.raises(RejectedRequest, match="seed=1 is not supported in an agent's"):
-        overridden({"seed": 1}, run, "reject")
+        overridden_settings({"seed": 1}, run, "reject")
     served = {"n": 2, "logprobs": True, "tool_choice": "none", "stop": "x"}
     others = {"seed": 1, "tool_choice": "required", "response_format": {"type": "json_object"}}
-    assert overridden(served, run, "serve") == []
-    assert overridden(served, run, "serve", can_stop=False) == ["stop"]
-    assert overridden(others, run, "serve") == [*others]
+    assert overridden_settings(served, run, "serve") == []
+    assert overridden_settings(served, run, "serve", can_stop=False) == ["stop"]
+    assert overridden_settings(others, run, "serve") == [*others]
     schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}
-    assert overridden(schema, run, "override") == ["response_format"]
+    assert overridden_settings(schema, run, "override") == ["response_format"]
     for mode in ("serve", "reject"):
         with pytest.raises(RejectedRequest, match="response_format"):
-            overridden(schema, run, mode)
+            overridden_settings(schema, run, mode)
     neutral = {"n": 1, "logprobs": False, "tool_choice": "auto"}
-    assert overridden({**neutral, "response_format": {"type": "text"}}, run, "reject") == []
+    assert (
+        overridden_settings({**neutral, "response_format": {"type": "text"}}, run, "reject") == []
+    )
 
 
 def test_a_request_that_the_client_repeats_gets_the_first_response(

@@ -34,7 +34,7 @@ def number_of_states_left(case: str) -> int:
     """Count states between the layers of a split model that survive a pass."""
     Worker().open_process_group()
     model = model_of(case, {})
-    cut = tensor.apply(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
+    cut = tensor.split_module(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
     marks = []
 
     def mark(*inputs_and_output: Any) -> None:
@@ -60,7 +60,7 @@ def test_no_state_of_a_pass_survives_it() -> None:
 
 def rejection(case: str, tp: int, **changes: Any) -> str:
     with torch.device("meta"), pytest.raises(ConfigError) as caught:
-        tensor.check(model_of(case, changes), tp, "actor.parallel.tp")
+        tensor.check_split(model_of(case, changes), tp, "actor.parallel.tp")
     return str(caught.value)
 
 
@@ -86,14 +86,14 @@ def test_a_rule_of_no_layer_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(
         ConfigError, match=r"rule for model\.encoder\.\*\.q_proj, which matches no layer"
     ):
-        tensor.check(model, 2, "actor.parallel.tp")
+        tensor.check_split(model, 2, "actor.parallel.tp")
 
 
 def test_a_weight_without_a_rule_next_to_split_weights_is_rejected() -> None:
     model = model_of("llama", {})
     model.model.layers[1].mlp.scale = torch.nn.LayerNorm(64)
     with pytest.raises(ConfigError, match=r"no rule for model\.layers\.1\.mlp\.scale\.weight"):
-        tensor.check(model, 2, "actor.parallel.tp")
+        tensor.check_split(model, 2, "actor.parallel.tp")
 
 
 def test_a_mixture_without_dense_layers_needs_no_rules_for_them() -> None:

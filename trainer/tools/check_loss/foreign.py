@@ -50,8 +50,8 @@ def subject_of(target: str, kind: str | None = None, **settings: Any) -> Subject
     try:
         return (_trl_subject if system == "trl" else _verl_subject)(name, kind, settings)
     except ImportError as error:
-        way_out = f"Install it next to this package: pip install {system}=={VERSIONS[system]}"
-        raise ConfigError(f"{target}: {system} cannot be imported ({error}). {way_out}") from error
+        remedy = f"Install it next to this package: pip install {system}=={VERSIONS[system]}"
+        raise ConfigError(f"{target}: {system} cannot be imported ({error}). {remedy}") from error
 
 
 def _trl_subject(name: str, kind: str | None, settings: Mapping[str, Any]) -> Subject:

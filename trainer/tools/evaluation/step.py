@@ -71,10 +71,10 @@ class SamplingOnlyTrainer(Trainer):
             config.data, cls.prompt_files, tokenizer, scores_by_rule(config), row_limit(config)
         )
         if not len(prompts):
-            way_out = "Raise data.max_prompt_length."
+            remedy = "Raise data.max_prompt_length."
             if not prompts.num_overlong:
-                way_out = "Fix the malformed rows, which data.on_bad_row=skip leaves out."
-            raise ConfigError(f"{prompts.story}: no prompt is left. {way_out}")
+                remedy = "Fix the malformed rows, which data.on_bad_row=skip leaves out."
+            raise ConfigError(f"{prompts.story}: no prompt is left. {remedy}")
         logger.info("%s", prompts.story)
         if kinds:
             environments.note_players(kinds, prompts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.tools.migrate.recorder import Command
 from trainer.tools.migrate.translation import (
-    GivenFlags,
+    CommandFlags,
     Table,
     Translation,
     as_flags,
@@ -43,8 +43,8 @@ def translate(command: Command) -> Translation | None:
         table, done = Table("openrlhf_rows", "all", name), Translation(ON_ROWS[name])
         processes = num_processes(launcher) or GPUS_OF_A_NODE
         done.default("the launcher's processes", processes, {"trainer.n_gpus_per_node": processes})
-        return GivenFlags(table, as_flags(words), f"{name} has no flag", done).finish()
-    flags = GivenFlags(Table("openrlhf"), as_flags(words), "train_ppo_ray has no flag")
+        return CommandFlags(table, as_flags(words), f"{name} has no flag", done).finish()
+    flags = CommandFlags(Table("openrlhf"), as_flags(words), "train_ppo_ray has no flag")
     _rewards(flags)
     # importance weights: older flags have one threshold, newer ones two
     is_newer = "." in flags.spelled("enable_vllm_is_correction")
@@ -63,7 +63,7 @@ def translate(command: Command) -> Translation | None:
     return flags.finish()
 
 
-def _rewards(flags: GivenFlags) -> None:
+def _rewards(flags: CommandFlags) -> None:
     """Translate reward servers, functions or models; several become `reward.list`."""
     urls, models = flags.value("remote_rm_url"), flags.value("reward_pretrain")
     if urls.endswith(".py"):
@@ -99,7 +99,7 @@ def _reward_list(places: str, column: str) -> str:
     return f"[{', '.join(items)}]"
 
 
-def _placement(flags: GivenFlags) -> None:
+def _placement(flags: CommandFlags) -> None:
     """Put colocated roles on the first role's pool, and every other role on its own pool."""
     if flags.has("colocate_all_models"):
         nodes = _pool(flags, "actor")
@@ -142,6 +142,6 @@ def _placement(flags: GivenFlags) -> None:
     )
 
 
-def _pool(flags: GivenFlags, role: str) -> list[int]:
+def _pool(flags: CommandFlags, role: str) -> list[int]:
     """Return the GPUs of a role on each of its nodes."""
     return [flags.count(f"{role}_num_gpus_per_node")] * flags.count(f"{role}_num_nodes")

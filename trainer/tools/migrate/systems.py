@@ -35,7 +35,7 @@ from trainer.tools.migrate.recorder import (
     source_text,
 )
 from trainer.tools.migrate.translation import (
-    GivenFlags,
+    CommandFlags,
     Table,
     Translation,
     as_flags,
@@ -69,7 +69,7 @@ def translate_coati(command: Command) -> Translation | None:
     program = "async" if is_async else "ppo"
     if script.startswith("1mmt"):
         options["num_makers"] = ["1"]
-    flags = GivenFlags(
+    flags = CommandFlags(
         Table("coati", program, "all"),
         options,
         "ColossalChat's PPO scripts have no flag",

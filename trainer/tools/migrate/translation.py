@@ -322,7 +322,7 @@ def read_table(system: str) -> dict[str, Any]:
     return tree
 
 
-class GivenFlags:
+class CommandFlags:
     """Flags of one command, by the names of the table, and their translation so far."""
 
     def __init__(

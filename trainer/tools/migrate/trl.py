@@ -18,8 +18,8 @@ from trainer.config.keys import checked_yaml
 from trainer.ppo.verl_keys import TRACKERS
 from trainer.tools.migrate.recorder import Command
 from trainer.tools.migrate.translation import (
+    CommandFlags,
     Flags,
-    GivenFlags,
     Table,
     Translation,
     as_flags,
@@ -224,7 +224,7 @@ def _translated(program: str, flags: Flags) -> Translation:
         name: as_text(values) if len(values) > 1 else "".join(values)
         for name, values in flags.items()
     }
-    fields = GivenFlags(table, flags, f"TRL's {program} has no field", done)
+    fields = CommandFlags(table, flags, f"TRL's {program} has no field", done)
     trackers = fields.value("report_to", "none").strip("[]").replace(" ", ",").split(",")
     known = [name for name in trackers if name in TRACKERS and name != "console"]
     fields.becomes("report_to", {"trainer.logger": ["console", *known]})

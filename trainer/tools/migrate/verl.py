@@ -17,7 +17,7 @@ from pathlib import Path
 from trainer.ppo.verl_keys import TRACKERS, configuration, older, translate_key, with_trackers
 from trainer.tools.migrate.recorder import Command
 from trainer.tools.migrate.translation import (
-    GivenFlags,
+    CommandFlags,
     Table,
     Translation,
     as_flags,
@@ -101,7 +101,7 @@ def translate(command: Command) -> Translation | None:
 def _apply(section: str, settings: dict[str, str], done: Translation) -> None:
     """Apply the rules of a section of `verl.yaml`."""
     table = Table("verl", section)
-    flags = GivenFlags(table, {key: [value] for key, value in settings.items()}, "", done, "")
+    flags = CommandFlags(table, {key: [value] for key, value in settings.items()}, "", done, "")
     flags.apply(table.rules, settings)
 
 
@@ -193,7 +193,7 @@ def translate_sft(
     ):
         text = "".join(started.get(flag, [])[:1]) or settings.get(key, "1")
         figures[figure] = int(text) if text.isdigit() else text
-    keys = GivenFlags(
+    keys = CommandFlags(
         Table("verl_sft", which, "all"),
         {key: [value] for key, value in settings.items()},
         f"verl's {which} has no key",

@@ -47,11 +47,11 @@ from workers.training.role_model_spec import RoleModelSpec
 
 SIZES = (2, 4, 8)
 """Sizes of a parallel axis that are tried."""
-WORTH_A_KEY = 0.01
+MIN_SAVED_S = 0.01
 """Seconds per step that a key must save to be worth changing."""
-PLACING = ("placement", "resource_pool_spec", "role_mapping")
+PLACEMENT_KEYS = ("placement", "resource_pool_spec", "role_mapping")
 """Keys that place roles, which the plan sets."""
-LONG = 8192
+LONG_ROW = 8192
 """Above this row length, splitting rows over ranks is tried even if every rank has rows."""
 Keys = dict[str, Any]
 """Dotted keys and their values."""
@@ -223,7 +223,7 @@ class Job(ABC):
 
     def check(self) -> None:
         """Raise if the user places roles, or sets a tp, sp or pp that a model does not support."""
-        placing = [key for key in self.keys if key.lstrip("~").split(".")[0] in PLACING]
+        placing = [key for key in self.keys if key.lstrip("~").split(".")[0] in PLACEMENT_KEYS]
         if placing:
             raise ConfigError(f"{placing[0]}: the plan chooses where roles run; leave the key out.")
         for role, model in self.models.items():
@@ -250,7 +250,7 @@ class Job(ABC):
         if has_axes:
             rows = self.rows(role)
             axes += self._sizes_of_axis(role, "tp")
-            if rows.longest > LONG or rows.samples < rows.mini_batches * num_gpus:
+            if rows.longest > LONG_ROW or rows.samples < rows.mini_batches * num_gpus:
                 axes += self._sizes_of_axis(role, "sp")
             if self.costs[role].in_experts:
                 axes += self._sizes_of_axis(role, "ep")
@@ -284,7 +284,7 @@ class Job(ABC):
                 continue
             seconds = dict.fromkeys(self.stages, 0.0)
             for stage, method in calls:
-                seconds[stage] += len(keys) * WORTH_A_KEY / len(calls)
+                seconds[stage] += len(keys) * MIN_SAVED_S / len(calls)
                 seconds[stage] += pass_seconds(
                     self.costs[role],
                     rows,

@@ -141,9 +141,9 @@ def fits_nowhere(job: Job) -> ConfigError:
     number = 2 * job.num_gpus
     while number <= MAX_GPUS and not job.best(number):
         number *= 2
-    way_out = f"{number:,} of these GPUs are enough"
+    remedy = f"{number:,} of these GPUs are enough"
     if number > MAX_GPUS:
-        way_out = f"{number // 2:,} of these GPUs are not enough either"
+        remedy = f"{number // 2:,} of these GPUs are not enough either"
     trained = next(role_model for role_model in job.models.values() if role_model.trains)
     section, smaller = trained.key.removesuffix(".path"), ["larger GPUs", "shorter rows"]
     if trained.model.lora_rank == 0:
@@ -155,7 +155,7 @@ def fits_nowhere(job: Job) -> ConfigError:
     return ConfigError(
         f"no placement fits on {job.num_gpus:,} x {job.device.name} of "
         f"{job.device.memory_gib:g} GiB, of which {min(usable):.0f} are usable. "
-        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {way_out}. "
+        f"Minimum GiB per GPU for each role alone: {', '.join(needs)}. {remedy}. "
         f"Alternatives: {', '.join(smaller)}."
     )
 

@@ -52,7 +52,7 @@ SHUTDOWN_S = 10.0
 """Seconds to wait for Ray's shutdown; after that its daemons are killed."""
 DAEMONS = ("gcs_server", "raylet")
 """The processes that a head and a node cannot run without."""
-TOKEN_PLACES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+TOKEN_VARIABLES = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 LONGEST_PATH = 22
 """Maximum length of the path above a session folder: a Unix socket's path has at most 107
 characters, and Ray takes 85 of them."""
@@ -166,7 +166,7 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
 
 def _guard_token() -> None:
     """Create the file with Ray's token if there is none: Ray would let everyone read it."""
-    if any(name in os.environ for name in TOKEN_PLACES):
+    if any(name in os.environ for name in TOKEN_VARIABLES):
         return
     path = Path.home() / ".ray" / "auth_token"
     with contextlib.suppress(OSError):  # Ray reports a home that cannot be written

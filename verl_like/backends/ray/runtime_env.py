@@ -15,7 +15,7 @@ from verl_like.errors import ConfigError, nearest
 
 TRIED_FOR_S = 120.0
 """Seconds that a Python of the environment may take to import this package."""
-WAY_OUT = "Install this project there, or remove the key: workers then run in the driver's Python."
+REMEDY = "Install this project there, or remove the key: workers then run in the driver's Python."
 
 
 def check_runtime_env(env: Mapping[str, Any], runs_here: bool) -> None:
@@ -54,11 +54,11 @@ def check_runtime_env(env: Mapping[str, Any], runs_here: bool) -> None:
         except subprocess.TimeoutExpired as error:
             raise ConfigError(
                 f"ray.runtime_env.py_executable={python}: it did not import verl_like within "
-                f"{TRIED_FOR_S:.0f} s. {WAY_OUT}"
+                f"{TRIED_FOR_S:.0f} s. {REMEDY}"
             ) from error
     if tried.returncode:
         lines = tried.stdout.decode("utf-8", "replace").strip().splitlines()
         raise ConfigError(
             f"ray.runtime_env.py_executable={python}: this Python cannot import ray and "
-            f"verl_like: {' / '.join(lines[-3:]) or f'exit code {tried.returncode}'}. {WAY_OUT}"
+            f"verl_like: {' / '.join(lines[-3:]) or f'exit code {tried.returncode}'}. {REMEDY}"
         )

@@ -21,11 +21,11 @@ def imported(module: str, setting: str, install: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        way_out = "Install it, or put its folder on PYTHONPATH"
+        remedy = "Install it, or put its folder on PYTHONPATH"
         if install:
-            way_out = f"Install or update its package with: pip install '{install}'"
+            remedy = f"Install or update its package with: pip install '{install}'"
         raise ConfigError(
-            f"environment={setting}: the module {module} cannot be imported ({error}). {way_out}."
+            f"environment={setting}: the module {module} cannot be imported ({error}). {remedy}."
         ) from error
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from workers.agents.adapters import check_id, imported
 from workers.agents.environment import EnvironmentAdapter, Observation, TrajectoryEnd
-from workers.agents.load_environment import in_full, object_at
+from workers.agents.load_environment import full_path, object_at
 from workers.chats import text_of
 
 
@@ -22,7 +22,7 @@ class SkyRLGym(EnvironmentAdapter):
     @classmethod
     def id_in_full(cls, name: str) -> str:
         """Make the file name of a class absolute."""
-        return in_full(name)
+        return full_path(name)
 
     @classmethod
     def prepare(cls) -> None:

@@ -73,7 +73,7 @@ class VllmServer:
 
     def __init__(self, url: str, settings: VllmSettings, limits: EngineLimits) -> None:
         """Connect; reject a server of another version, or with another configuration."""
-        self.url, self.way_out = url.rstrip("/"), serve_command(settings, limits)
+        self.url, self.remedy = url.rstrip("/"), serve_command(settings, limits)
         self._device = torch.device(settings.device_type)
         self._name = uuid.uuid4().hex
         self._links = Connections(toward=str(urlsplit(url).hostname))
@@ -242,7 +242,7 @@ class VllmServer:
             raise self._error(f"cannot be reached ({error})") from error
 
     def _error(self, problem: str, remedy: str = "") -> RolloutError:
-        remedy = remedy or f"Start it in an environment that has this package: {self.way_out}"
+        remedy = remedy or f"Start it in an environment that has this package: {self.remedy}"
         return RolloutError(
             f"rollout: the server {self.url} (actor_rollout_ref.rollout.server_urls) {problem}. "
             f"{remedy}"

@@ -222,7 +222,7 @@ class Difference:
     """A reason for which vLLM computes other log-probs than transformers, or does not run."""
 
     reason: str
-    way_out: str = "=hf"
+    remedy: str = "=hf"
     only_on_cpus: bool = False
     right_in: str = ""
     """The data type in which there is no difference."""
@@ -337,7 +337,7 @@ def check_model(model_path: str, reads_images: bool, device_type: str, dtype: st
             problem = f": vLLM cannot run model type {config.model_type!r}"
         raise ConfigError(
             f"{NAME}=vllm{problem}, because {difference.reason}. "
-            f"Set{better} {NAME}{difference.way_out}."
+            f"Set{better} {NAME}{difference.remedy}."
         )
     needed = NEEDED_FIELDS.get(config.model_type)
     if needed is not None and not hasattr(text, needed):

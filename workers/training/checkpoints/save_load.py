@@ -285,7 +285,7 @@ def reject_other_model(
     folder: Path,
     expected: dict[str, Tensor],
     saved: dict[str, Any],
-    way_out: str = "Restore model.path (and model.lora_rank), or start again in another "
+    remedy: str = "Restore model.path (and model.lora_rank), or start again in another "
     "trainer.default_local_dir.",
 ) -> None:
     """Reject a checkpoint with missing, unknown or differently shaped tensors; one error lists all.
@@ -311,7 +311,7 @@ def reject_other_model(
     }
     named = {kind: [n.removeprefix("model.") for n in names] for kind, names in problems.items()}
     if text := describe_problems(f"the checkpoint {folder} belongs to a different model", **named):
-        raise CheckpointError(f"{text} {way_out}")
+        raise CheckpointError(f"{text} {remedy}")
 
 
 SHARD_BYTES = 5 * 10**9

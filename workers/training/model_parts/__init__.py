@@ -73,7 +73,7 @@ def check_axes(
     if dims.tp > 1:
         from workers.parallel import tensor
 
-        tensor.check(module, dims.tp, f"{section}.tp")
+        tensor.check_split(module, dims.tp, f"{section}.tp")
     if dims.ep > 1:
         from workers.parallel.experts import check_experts
 

@@ -92,8 +92,8 @@ class MatrixSplit(ModelPart):
         """Split the matrices."""
         from workers.parallel import tensor
 
-        tensor.check(model.module, model.dims.tp, "parallel.tp")
-        self.cut = tensor.apply(model.module, model.groups.mesh["tp"])
+        tensor.check_split(model.module, model.dims.tp, "parallel.tp")
+        self.cut = tensor.split_module(model.module, model.groups.mesh["tp"])
         model.vocab = self.cut.vocab
 
     def sum_gradients(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.tools.migrate.translation import FlagRow, GivenFlags, Table, as_flags
+from trainer.tools.migrate.translation import CommandFlags, FlagRow, Table, as_flags
 from verl_like.errors import ConfigError
 
 
@@ -20,8 +20,8 @@ def table() -> Table:
     return table
 
 
-def flags(table: Table, *words: str) -> GivenFlags:
-    return GivenFlags(table, as_flags(words), "no flag")
+def flags(table: Table, *words: str) -> CommandFlags:
+    return CommandFlags(table, as_flags(words), "no flag")
 
 
 def test_rules_apply_in_order_where_they_hold(table: Table) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.runs import overrides
 from trainer.cli.check import main
-from trainer.launch import ALL_FOUND
+from trainer.launch import NO_ERRORS
 from trainer.tools.rehearsal import time_limit
 from verl_like.errors import WaitTimeoutError
 
@@ -27,7 +27,7 @@ def test_the_command_rehearses_after_the_check(
     monkeypatch.setattr("trainer.tools.rehearsal.rehearse", rehearse)
     main(["--rehearse", *overrides(tiny_dir, tmp_path / "run", "trainer.backend=local")])
     text = capsys.readouterr().out
-    assert text.index(ALL_FOUND) < text.index("rehearsed 8") < text.index("Next: start the run")
+    assert text.index(NO_ERRORS) < text.index("rehearsed 8") < text.index("Next: start the run")
 
 
 def test_a_block_that_hangs_is_interrupted_with_its_place() -> None:

@@ -32,7 +32,7 @@ def at_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Callable[[]
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.setattr(cluster, "LONGEST_PATH", 1000)
-    for name in cluster.TOKEN_PLACES:
+    for name in cluster.TOKEN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     calls: list[Callable[[], None]] = []
     monkeypatch.setattr(

@@ -14,7 +14,7 @@ from tests.workers.distributed import run
 from tests.workers.rollout.vllm.fakes import LIMITS, FakeLLM
 from tests.workers.rollout_engines import load, make_model, requests_of
 from verl_like import Worker
-from workers.rollout.base import SamplingParams, in_step
+from workers.rollout.base import SamplingParams, followed_by_ranks
 from workers.rollout.vllm.engine import VllmRolloutEngine
 from workers.rollout.vllm.in_process import InProcessVllm, Lockstep
 from workers.rollout.vllm.setup import VllmRequest, VllmSettings
@@ -66,15 +66,15 @@ class Role:
     def __init__(self, engine: VllmRolloutEngine) -> None:
         self.engine = engine
 
-    @in_step
+    @followed_by_ranks
     def submit(self) -> list[int]:
         return self.engine.submit(requests_of([[11], [12, 13]]), SAMPLING)
 
-    @in_step
+    @followed_by_ranks
     def collect(self, seconds: float | None = None) -> Any:
         return sorted(self.engine.collect(seconds=seconds))
 
-    @in_step
+    @followed_by_ranks
     def abort(self) -> Any:
         return sorted(self.engine.abort())
 

@@ -27,7 +27,7 @@ def errors(is_tied: bool) -> dict[str, float]:
     config = tiny_model_config("qwen2")
     config.tie_word_embeddings, config.vocab_size = is_tied, VOCAB - 3
     whole, split = build_tiny(config).double(), build_tiny(config).double()
-    vocab = tensor.apply(split, mesh).vocab
+    vocab = tensor.split_module(split, mesh).vocab
     lm_head.CHUNK_BYTES = 4 * 64 * 3
 
     positions = RaggedTensor.from_rows([torch.arange(POSITIONS)] * 2, POSITIONS)
