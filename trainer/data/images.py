@@ -66,7 +66,7 @@ def take_images(
 
 
 def _with_places(message: Any, has_column: bool) -> Any:
-    """Return the message with a `Place` for each image; without images, return it as it is."""
+    """Return the message with an `ImagePlaceholder` per image, or the message itself."""
     content = message.get("content") if isinstance(message, Mapping) else None
     parts = list(_parts(content, has_column))
     has_place = any(isinstance(part, ImagePlaceholder) for part in parts)
@@ -74,7 +74,7 @@ def _with_places(message: Any, has_column: bool) -> Any:
 
 
 def _parts(content: Any, has_column: bool) -> Iterator[Any]:
-    """Yield the parts of a content, with a `Place` for each image.
+    """Yield the parts of a content, with an `ImagePlaceholder` for each image.
 
     If the row has a column of images, each `<image>` in a text is a place for one of them.
     """
@@ -94,7 +94,7 @@ def _parts(content: Any, has_column: bool) -> Iterator[Any]:
 
 
 def _places(chats: Iterable[Sequence[Any]]) -> Iterator[tuple[int, int, list[Any]]]:
-    """Yield the number of the message, the number of the part, and the parts of each `Place`."""
+    """Yield (message number, part number, parts) of each `ImagePlaceholder`."""
     for number, message in (numbered for chat in chats for numbered in enumerate(chat)):
         parts = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(parts, list):

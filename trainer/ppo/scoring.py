@@ -180,7 +180,7 @@ class Estimation:
 class KLController:
     """The coefficient of the KL in the reward; with type `adaptive`, it steers the KL to a target.
 
-    Each update scales it by 1 + error * n_steps / horizon, where the error is the KL's relative
+    Each update scales it by 1 + error * num_samples / horizon, where the error is the KL's relative
     distance to the target, clipped to ±20 % (arXiv 1909.08593, section 2.2). A batch larger than
     the horizon counts as several updates. `value` is the whole state.
     """
@@ -190,7 +190,7 @@ class KLController:
         self.value = config.kl_coef
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Adapt the coefficient after a batch of `n_steps` samples with this mean KL."""
+        """Adapt the coefficient after a batch of `num_samples` samples with this mean KL."""
         if self.config.type == "fixed":
             return
         horizon = self.config.horizon

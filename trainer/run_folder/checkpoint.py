@@ -208,7 +208,7 @@ class Checkpoints:
 
     @contextmanager
     def _naming_failures(self, name: str, part: Path) -> Iterator[None]:
-        """Name what was not written, and remove its unfinished folder."""
+        """Raise a `CheckpointError` if a write fails, and remove its unfinished folder."""
         try:
             yield
         except (OSError, CheckpointError) as error:

@@ -188,22 +188,22 @@ class CountedWeights:
 
         return tensor.cut_weights(self.module)
 
-    def count(self, which: Set[int], mine: Set[int] | None, tp: int) -> int:
+    def count(self, which: Set[int], on_rank: Set[int] | None, tp: int) -> int:
         """Count the elements of these weights, or only of those that a rank holds."""
-        here = which if mine is None else which & mine
+        here = which if on_rank is None else which & on_rank
         if tp == 1:
             return sum(self.numels[n] for n in here)
         return sum(-(-self.numels[n] // tp) if n in self.cut else self.numels[n] for n in here)
 
-    def counts(self, mine: Set[int] | None, tp: int) -> dict[str, int]:
+    def counts(self, on_rank: Set[int] | None, tp: int) -> dict[str, int]:
         """Return the counts of `ModelShapes` for all weights, or for the weights of a rank."""
-        num_weights = self.count(self.numels.keys(), mine, tp)
+        num_weights = self.count(self.numels.keys(), on_rank, tp)
         return {
             "num_weights": num_weights,
-            "num_trained": self.count(self.trained, mine, tp),
-            "num_outside_layers": num_weights - self.count(self.in_layers, mine, tp),
-            "num_embeddings": 0 if self.is_tied else self.count(self.embeddings, mine, tp),
-            "num_in_experts": self.count(self.in_experts, mine, 1),
+            "num_trained": self.count(self.trained, on_rank, tp),
+            "num_outside_layers": num_weights - self.count(self.in_layers, on_rank, tp),
+            "num_embeddings": 0 if self.is_tied else self.count(self.embeddings, on_rank, tp),
+            "num_in_experts": self.count(self.in_experts, on_rank, 1),
         }
 
 
