@@ -1,6 +1,6 @@
 """The translation of a foreign command line: flags, the rules that translate them, and a report.
 
-    flags = GivenFlags(Table("trl", "all", "sft"), as_flags(words), "TRL's sft has no field")
+    flags = CommandFlags(Table("trl", "all", "sft"), as_flags(words), "TRL's sft has no field")
     flags.becomes("zero_stage", {"actor_rollout_ref.actor.strategy": "fsdp"})     # a rule in code
     done = flags.finish()                                                         # rules, then rows
 
