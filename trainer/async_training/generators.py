@@ -458,7 +458,7 @@ class Generator:
             if error is None:
                 self._is_lost = not self._places.place(self._number)
             else:
-                self._is_lost = not self._places.lose(self._number, error, num_lost)
+                self._is_lost = not self._places.on_loss(self._number, error, num_lost)
         if self._is_lost:
             self._activity.leave("the other generators have taken over")
         else:

@@ -469,7 +469,7 @@ class ScriptedHost:
 def test_an_environment_that_ends_while_the_engine_samples_is_retried(
     model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.agents.players.TAKE_S", 0.0)  # poll the host after every token
+    monkeypatch.setattr("workers.agents.players.COLLECT_S", 0.0)  # poll the host after every token
     host: Any = ScriptedHost()
     loop = new_loop(model, tokenizer, host, retries=1)
     (trajectory,) = loop.play(starts(0, 1), sampling_of(tokenizer), 1)
