@@ -337,12 +337,12 @@ def value_loss_table() -> str:
 
 
 def preference_loss_table() -> str:
-    """The losses of preference training."""
+    """The sources and keys of the losses of preference training; the page has their formulas."""
     rows = []
     for name, loss in PREFERENCE_LOSSES.items():
         keys = [parameter for parameter in parameters_of(loss) if parameter not in LOSS_COLUMNS]
-        rows.append([_code([name]), *_formula_and_source(loss), _code(keys)])
-    return _list(rows)
+        rows.append([_code([name]), f"{_formula_and_source(loss)[1]}. Keys: {_code(keys)}"])
+    return _list(rows, "Name|Source")
 
 
 def kl_table() -> str:

@@ -67,7 +67,7 @@ def test_the_pictures_of_results_have_the_curves_of_the_data() -> None:
         assert words(f"{name}.svg") == {*stored["curves"], label, "step"}, "run: draw_results.py"
 
 
-@pytest.mark.parametrize("page", ["ppo_explained.md"])
+@pytest.mark.parametrize("page", ["ppo_explained.md", "preference.md"])
 def test_formulas_become_mathml(page: str) -> None:
     pytest.importorskip("latex2mathml")
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
