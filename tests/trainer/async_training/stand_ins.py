@@ -162,5 +162,5 @@ def generator_of(
     )
     weights: Any = SimpleNamespace(deliver=deliver)
     stays = lambda number: False  # noqa: E731
-    places = SimpleNamespace(lose=losses, must_move=stays, must_leave=stays)
+    places = SimpleNamespace(on_loss=losses, must_move=stays, must_leave=stays)
     return Generator(number, trainer, buffer, weights, places, Activity())
