@@ -55,7 +55,12 @@ def rows_of(path: str, members: Any) -> Iterator[tuple[str, str]]:
         methods = members.get("listed", [])
     if isinstance(members, dict) and "filters" in members:
         methods = [name for name in vars(target) if re.search(members["filters"][0], name)]
-    for member in (member for member in methods if hasattr(target, member)):
+    for member in methods:
+        if not hasattr(target, member):
+            sources = [inspect.getsource(each) for each in target.__mro__[:-1]]
+            is_set = any(re.search(rf"self\.{member}\b", source) for source in sources)
+            assert is_set, f"{path} has no {member}"
+            continue
         value = inspect.getattr_static(target, member)
         value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
         yield called(f"{name}.{member}", value), docstring(value)

@@ -176,16 +176,16 @@ def recipe_key_table(recipe: Recipe[Any], base: type[RunConfig]) -> str:
     for each in (PPO, recipe):
         each.load_registries()
     of_base = {key.name for key in leaf_keys(base)}
-    own = [key for key in leaf_keys(recipe.schema) if key.name not in of_base]
+    further = [key for key in leaf_keys(recipe.schema) if key.name not in of_base]
     of_ppo = set() if issubclass(recipe.schema, PPOConfig) else _what_keys_are(PPOConfig)
     docs, default = field_docs(recipe.schema), recipe.schema()
     same = [
         key
-        for key in own
+        for key in further
         if key.name not in ALWAYS_LISTED
         and (_what_it_is(key, docs, default) in of_ppo or ".fsdp_config." in key.name)
     ]
-    listed = sorted((key for key in own if key not in same), key=_place)
+    listed = sorted((key for key in further if key not in same), key=_place)
     parts = [_key_rows(_rows_of_keys(recipe.schema, listed))]
     if same:
         sections = dict.fromkeys(key.name.rpartition(".")[0] or key.name for key in same)
@@ -524,10 +524,11 @@ def flat_name_table() -> str:
     alike = [name for name, key in ROW_NAMES.items() if name in PPO_NAMES]
     for name in alike:
         assert OF_POLICY.sub("", f"`{PPO_NAMES[name]}`") == f"`{ROW_NAMES[name]}`", name
-    own = [f"`{name}` (`{key}`)" for name, key in ROW_NAMES.items() if name not in PPO_NAMES]
+    others = [f"`{name}` (`{key}`)" for name, key in ROW_NAMES.items() if name not in PPO_NAMES]
     return (
         f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{_list(rows, 'Keyword|Key')}\n\n"
-        f"`SFT`, `RewardModelTraining`, `DPO` and `KTO` have {_code(alike)} and {', '.join(own)}.\n"
+        f"`SFT`, `RewardModelTraining`, `DPO` and `KTO` have {_code(alike)} and "
+        f"{', '.join(others)}.\n"
         "Their keys have no `actor_rollout_ref.` or `actor.`: `lr` is `optim.lr`."
     )
 

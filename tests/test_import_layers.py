@@ -230,6 +230,11 @@ LOADS_LITTLE = {
     "workers.rewards.functions": ("torch", "ray", "transformers"),
     "workers.rewards.process": ("torch", "ray", "transformers"),
     "trainer.cli.main": ("torch", "ray", "transformers", "hydra"),
+    "trainer.cli.report": ("torch", "ray", "transformers", "hydra"),
+    "trainer.cli.watch": ("torch", "ray", "transformers", "hydra"),
+    "trainer.cli.export": ("torch", "ray", "transformers", "hydra"),
+    "trainer.ppo.recipe": ("torch", "ray", "transformers"),
+    "trainer.async_training.recipe": ("torch", "ray", "transformers"),
 }
 NO_RECIPE = ("transformers", "trainer.ppo.stages", "trainer.data.prompts", "workers.roles")
 LOADS_TORCH = {

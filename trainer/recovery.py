@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer.config.schema import RunConfig
-from trainer.run_folder.folder import saved_steps
+from trainer.run_folder.folder import RESTARTS_FILE, describe_lost_steps, saved_steps
 from trainer.run_folder.signals import StopSignals
 from verl_like.batch.protocol import DataProto
 from verl_like.config_key import replace_keys
@@ -41,6 +41,8 @@ from verl_like.files import json_line
 from verl_like.masking import mask_text
 from workers.rollout.client import RolloutClient, Submission
 
+logger = logging.getLogger(__name__)
+
 
 class NodeDrainedError(VerlLikeError, RuntimeError):
     """The run leaves nodes that are drained; its state is in a checkpoint."""
@@ -56,10 +58,8 @@ LOOK_AGAIN_S = 1.0
 """Seconds between two checks while a run waits for a node."""
 TURN_S = 60.0
 """Time for the other processes to finish their calls; after it they count as lost, too."""
-logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 Config = TypeVar("Config", bound=RunConfig)
-RESTARTS_FILE = "restarts.jsonl"
 
 
 class Restarts:
@@ -177,13 +177,6 @@ class Restarts:
         time_of = datetime.now(UTC).isoformat(timespec="seconds")
         with self._record.open("a", encoding="utf-8") as file:
             file.write(json_line({"time": time_of, "step": step, **fields}))
-
-
-def describe_lost_steps(num_steps: int) -> str:
-    """Describe how many finished steps a restart lost."""
-    if num_steps == 0:
-        return "no finished step is lost"
-    return f"{num_steps} finished step{'s' * (num_steps > 1)} repeated"
 
 
 class Recovery:

@@ -12,7 +12,7 @@ A `Generator` is a thread of the driver that keeps one rollout group generating:
     while True:
         take newer weights, if there are any
         submit chunks, if the queue has room for them
-        take what is finished; a chunk with all its samples goes to the queue
+        collect what is finished; a chunk with all its samples goes to the queue
 
 The rows of a validation form chunks, too. During a validation, generators get no other chunks.
 """
@@ -63,10 +63,26 @@ from workers.columns import rm_column, select_reads
 from workers.config import has_environment
 from workers.rollout.client import RolloutClient, Submission
 
+logger = logging.getLogger(__name__)
+
 PAUSE_S = 600.0
 """Seconds without a finished chunk after which a validation that waits for generators fails."""
 END_S = 10.0
 """Seconds to wait for generators at the end of a run; short, so that a failed run ends soon."""
+MAX_RESTARTS = 3
+"""Maximum restarts of one generator per version of the weights; more would not help."""
+JOIN_EVERY_S = 5.0
+"""Seconds between two searches for a node with room for a generator."""
+SLICE_S = 0.25
+"""Shortest time limit of `collect`. New weights, or the end of the run, wait until it returns."""
+COLLECTS_PER_S = 250
+"""Maximum calls of `collect` per second, by the driver, over the ranks of all generators."""
+METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
+"""Maps a role to its scoring method. All other scoring roles are reward models."""
+REWARD_METHOD = "compute_rm_score"
+MADE_BY_GENERATORS = frozenset(
+    ["generate_sequences", "submit", "collect", REWARD_METHOD, *METHODS.values()]
+)
 
 
 class Generators:
@@ -156,13 +172,6 @@ class Generators:
         print(describe_log(log), flush=True)
         content = {"ledger": log, "activity": self.activity.seconds()}
         write_atomic(self.run.folder / "async.json", json.dumps(content))
-
-
-MAX_RESTARTS = 3
-"""Maximum restarts of one generator per version of the weights; more would not help."""
-JOIN_EVERY_S = 5.0
-"""Seconds between two searches for a node with room for a generator."""
-logger = logging.getLogger(__name__)
 
 
 class Places:
@@ -307,18 +316,6 @@ class Places:
         return [rank for rank in ranks if self._lost >= set(topology.generators_of[rank])]
 
 
-SLICE_S = 0.25
-"""Shortest time limit of a take. New weights, or the end of the run, wait until the take ends."""
-COLLECTS_PER_S = 250
-"""Maximum takes per second over the ranks of all generators; every take is a call by the driver."""
-METHODS = {"ref": "compute_ref_log_prob", CRITIC_COPY: "compute_values"}
-"""Maps a role to its scoring method. All other scoring roles are reward models."""
-REWARD_METHOD = "compute_rm_score"
-MADE_BY_GENERATORS = frozenset(
-    ["generate_sequences", "submit", "collect", REWARD_METHOD, *METHODS.values()]
-)
-
-
 class Generator:
     """One rollout group, and the thread that drives it."""
 
@@ -333,9 +330,9 @@ class Generator:
     ) -> None:
         """`start` starts the thread. `places` finds places for the group, and handles its loss.
 
-        With `max_tokens_per_call`, a take samples at most that many tokens of each response and
-        does not wait for slow environments. New chunks may then start before others are finished,
-        and weights arrive between two takes.
+        With `max_tokens_per_call`, a call of `collect` samples at most that many tokens of each
+        response and does not wait for slow environments. New chunks may then start before others
+        are finished, and weights arrive between two calls.
         """
         config, self._trainer, self._groups = trainer.config, trainer, trainer.groups
         self._number, self._role = number, generator_role(number)
@@ -368,7 +365,7 @@ class Generator:
             self._thread.join(seconds)
 
     def _run(self) -> None:
-        """Generate until the buffer closes: take weights, submit prompts and take finished samples.
+        """Generate until the buffer closes: take weights, submit prompts, collect samples.
 
         A generator whose process dies is replaced. The buffer gets the error that ends this thread.
         """
@@ -421,7 +418,7 @@ class Generator:
             self._client.submit(*of_one_attempt)
 
     def _collect(self) -> None:
-        """Generate for one take, and put finished chunks into the queue.
+        """Generate for one call of `collect`, and put finished chunks into the queue.
 
         With `score_on=generator`, score their samples first.
         """

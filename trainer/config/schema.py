@@ -21,15 +21,16 @@ import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
-
-from hydra.core.override_parser.types import Override
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 from verl_like.calls.deadlines import Deadlines
 from verl_like.config_key import ReadWhen, Section, config_field, unless, when
 from verl_like.errors import ConfigError
 from verl_like.registry import CallSignature, Registry, check_call, check_method
 from workers.config.conditions import SAVES
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 ON_RAY = when("trainer.backend", "ray")
 SEVERAL_POOLS = ReadWhen(
@@ -41,6 +42,17 @@ SEVERAL_POOLS = ReadWhen(
 )
 JOINS_A_CLUSTER = unless("address")
 NAME_A_FOLDER = "name the folder that the run writes into"
+MOVED_MODULES = {
+    "workers.roles.preference": "workers.roles.rows",
+    "workers.roles.teacher": "workers.roles.reference",
+}
+"""Modules of role classes that have moved, as configurations of earlier runs name them."""
+
+
+def where_it_is_now(worker: str) -> str:
+    """Return the dotted path of a role's class, which may be that of an earlier version."""
+    module, _, name = worker.rpartition(".")
+    return f"{MOVED_MODULES[module]}.{name}" if module in MOVED_MODULES else worker
 
 
 def check_tracker(tracker: Any, subject: str) -> None:

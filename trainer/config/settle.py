@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from trainer.config.devices import run_devices, with_simulated
-from trainer.config.schema import Recipe, RunConfig
+from trainer.config.schema import Recipe, RunConfig, where_it_is_now
 from trainer.config.unused_keys import notice_of, without_unread
 from verl_like.config_key import freeze, replace_keys
 from verl_like.errors import ConfigError, nearest
@@ -145,7 +145,11 @@ def place_roles(recipe: Recipe[C], config: C, keys: Collection[str]) -> tuple[C,
 def _with_roles(recipe: Recipe[C], config: C, inactive: Collection[str]) -> C:
     """Leave out roles that are not part of the run, and add those that its settings need."""
     mapping = {role: pool for role, pool in config.role_mapping.items() if role not in inactive}
-    workers = {role: path for role, path in config.role_workers.items() if role not in inactive}
+    workers = {
+        role: where_it_is_now(path)
+        for role, path in config.role_workers.items()
+        if role not in inactive
+    }
     pools = expand_roles(mapping)
     for role, (worker, neighbor) in recipe.extra_roles(config).items():
         workers.setdefault(role, worker)

@@ -32,6 +32,8 @@ from verl_like.files import write_atomic
 from verl_like.placement.plan import Placement, PoolPlan
 from verl_like.placement.pools import NodeSpec, expand_roles
 
+logger = logging.getLogger(__name__)
+
 
 def find_nodes(config: RunConfig, worker_code: Sequence[str]) -> list[NodeSpec]:
     """Return this machine, or the nodes of the Ray cluster, which is joined or started.
@@ -121,7 +123,6 @@ def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:
 
 RAY_ADDRESS = "ray_address.txt"
 """The file of the run folder with the address at which other nodes join its cluster."""
-logger = logging.getLogger(__name__)
 
 
 def pools_to_move(config: RunConfig, placement: Placement) -> dict[str, float]:

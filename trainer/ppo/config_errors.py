@@ -1,7 +1,8 @@
 """Checks across PPO's keys: sizes that must divide, required keys, keys that exclude each other.
 
 A rule about one key is declared at its field, where `trainer.config.checks` reads it. A run that
-can train, but not as its keys suggest, gets a warning (`trainer.ppo.recipe`).
+can train, but not as its keys suggest, gets a warning
+(`trainer.ppo.config_warnings`).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ from trainer.config.keys import (
     in_yaml,
     keys_that_differ,
 )
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, where_it_is_now
 from verl_like.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from verl_like.files import (
     check_form,
@@ -183,6 +183,7 @@ def _reject_other_run(folder: Path, config: RunConfig) -> None:
 
 
 REPORT_FILE = "report.html"
+RESTARTS_FILE = "restarts.jsonl"
 MODEL = "model"
 """Folder of the final trained model, in the run folder."""
 STEP_FOLDER = r"global_step_(\d+)"
@@ -203,12 +204,22 @@ def named(steps: list[int]) -> str:
     return ", ".join(f"global_step_{step}" for step in steps) or "none"
 
 
+def describe_lost_steps(num_steps: int) -> str:
+    """Describe how many finished steps a restart lost."""
+    if num_steps == 0:
+        return "no finished step is lost"
+    return f"{num_steps} finished step{'s' * (num_steps > 1)} repeated"
+
+
 def read_marker(folder: Path) -> dict[str, Any]:
     """Return the content of a checkpoint's commit marker."""
     path = folder / MARKER
     try:
         marker = read_json_object(path)
         check_form(marker, FORM)
+        for key in marker["config"]:
+            if key.startswith("role_workers."):
+                marker["config"][key] = where_it_is_now(marker["config"][key])
         marker["files"].pop(MARKER, None)  # older runs listed a copy of their start model's marker
         of_name = re.fullmatch(STEP_FOLDER, folder.name)
         if of_name and int(of_name[1]) != marker["step"]:

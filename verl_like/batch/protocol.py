@@ -635,9 +635,7 @@ class DataProto:
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
-        """Read a file of `save_to_disk`; nothing in it is executed, so its author need not be
-        trusted.
-        """
+        """Read a file of `save_to_disk`, from any source: nothing in it is executed."""
         from verl_like.batch import formats
 
         return formats.load(filepath, cls._from_parts)

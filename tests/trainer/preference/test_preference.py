@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -131,6 +132,22 @@ def test_a_resumed_run_repeats_the_numbers(
     assert again == [line for line in numbers(unbroken) if line["step"] > 2]
     events = (tmp_path / "again" / "timeline.json").read_text(encoding="utf-8")
     assert ("compute_ref_log_prob" in events) is not has_table
+
+
+def test_a_run_that_names_the_earlier_modules_of_roles_is_resumed(
+    unbroken: Path, tiny_dir: Path, files: dict[str, Path], tmp_path: Path
+) -> None:
+    earlier = {"role_workers.preference": "workers.roles.preference.PreferenceWorker"}
+    start = tmp_path / "earlier" / "global_step_2"
+    shutil.copytree(unbroken / "global_step_2", start)
+    marker = json.loads((start / "commit.json").read_text(encoding="utf-8"))
+    assert earlier.keys() <= marker["config"].keys()
+    marker["config"] |= earlier
+    (start / "commit.json").write_text(json.dumps(marker), encoding="utf-8")
+    settings = settings_of(tiny_dir, files, tmp_path / "again", *validating(files))
+    settings += [f"{key}={value}" for key, value in earlier.items()]  # as in its config.yaml
+    again = trained(*resuming(settings, start))
+    assert again == [line for line in numbers(unbroken) if line["step"] > 2]
 
 
 @pytest.fixture(scope="module")

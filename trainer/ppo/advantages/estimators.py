@@ -24,6 +24,8 @@ from torch import Tensor
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, kl_belongs_in_loss
 from verl_like.tensor_ops import zero_outside
 
+Index = Sequence[Any] | np.ndarray
+
 
 @ADVANTAGE_ESTIMATORS.register("gae")
 @torch.no_grad()
@@ -491,9 +493,6 @@ def compute_gpg_outcome_advantage(
     scale = len(scores) / torch.count_nonzero(scores).clamp(min=1)
     advantages = on_tokens(centered * scale.to(scores.dtype), response_mask)
     return advantages, advantages
-
-
-Index = Sequence[Any] | np.ndarray
 
 
 @dataclass(frozen=True)

@@ -393,7 +393,7 @@ class SlotTable:
         self.forced = np.zeros(num_slots, dtype=np.int64)
         """Response tokens that the sample had when it was submitted."""
         self.shifts = np.zeros(num_slots, dtype=np.int64)
-        """How far images shift the positions of the tokens after them (Qwen-VL)."""
+        """The shift that images cause in the positions of later tokens (Qwen-VL)."""
         self.longest = np.zeros(num_slots, dtype=np.int64)
         """Maximum response tokens of the sample."""
         self.num_sampled = np.zeros(num_slots, dtype=np.int64)
