@@ -64,6 +64,8 @@ from workers.rollout.sample import LENGTH_LIMIT
 if TYPE_CHECKING:
     from workers.images import ImageRef
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class LMRow:
@@ -265,7 +267,6 @@ def cut_rows(
     return good, story
 
 
-logger = logging.getLogger(__name__)
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from workers.chats import TEMPLATE_ERRORS, images_of, render_chat, text_of
 
+logger = logging.getLogger(__name__)
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Half of a character: JSON can contain it, but UTF-8 and tokenizers cannot represent it."""
 LONGEST_TEXT = 4 * 2**20
@@ -108,7 +109,6 @@ def readable(value: Any) -> Any:
     return value
 
 
-logger = logging.getLogger(__name__)
 TEXT_COLUMNS = ("prompt", "response", "completion", "messages", "text", "chosen", "rejected")
 MAX_NAMED = 10
 """Number of characters that the warning names."""

@@ -35,6 +35,8 @@ from verl_like.registry import load_object
 if TYPE_CHECKING:
     from verl_like.backends.ray import RayResourcePool
 
+logger = logging.getLogger(__name__)
+
 
 class PoolStarter:
     """Starts the pools of a plan; on Ray, it reserves their places until you release them."""
@@ -117,7 +119,6 @@ def side_by_side(calls: Sequence[Callable[[], None]]) -> None:
 
 
 CALL_FIELDS = ("role", "method", "rank", "pid", "start", "end", "cpu_s")
-logger = logging.getLogger(__name__)
 
 
 def worker_class(config: RunConfig, role: str) -> type[Worker]:

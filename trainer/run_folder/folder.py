@@ -69,6 +69,7 @@ from verl_like.files import (
 from verl_like.masking import mask_text, masked
 from workers.training.checkpoints.manifest import MANIFEST, MARKER, reject_missing
 
+logger = logging.getLogger(__name__)
 CONFIG_FILE, CHANGES_FILE = "config.yaml", "changes.jsonl"
 PACKAGES = (
     "verl-like",
@@ -273,9 +274,6 @@ def write_marker(part: Path, step: int, config: dict[str, Any], inputs: dict[str
         "versions": installed_versions(),
     }
     write_atomic(part / MARKER, json.dumps(marker, indent=1))
-
-
-logger = logging.getLogger(__name__)
 
 
 class FolderLock:

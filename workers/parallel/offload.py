@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from workers.parallel.placements import local_part
 from workers.parallel.sharding import Sharding
 
+logger = logging.getLogger(__name__)
 ALIGNMENT = 256
 """Offsets of tensors in a block are multiples of this many bytes."""
 
@@ -111,9 +112,6 @@ def _moments(optimizer: torch.optim.Optimizer | None) -> list[tuple[dict[str, Te
         for name, value in states.items()
         if isinstance(value, Tensor) and math.prod(value.shape) > 1
     ]
-
-
-logger = logging.getLogger(__name__)
 
 
 def lock_pages(owner: object, block: Tensor) -> Callable[[], object] | None:

@@ -21,6 +21,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, SupportsFloat
 
+logger = logging.getLogger(__name__)
 Sample = dict[str, Any]
 """The values of a sample that a reward function can read: `SAMPLE_FIELDS` and other columns."""
 Steps = list[tuple[int, float]]
@@ -134,7 +135,6 @@ def read_answer(answer: Any) -> ScoreOutcome:
         raise ValueError(f"returned an invalid reply ({err})") from err
 
 
-logger = logging.getLogger(__name__)
 MAX_KINDS = 10
 """Maximum number of separate kinds; later ones are combined as `OTHERS`."""
 OTHERS = "other failures"

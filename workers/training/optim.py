@@ -32,6 +32,7 @@ from workers.training.microbatch import all_reduce
 if TYPE_CHECKING:
     from workers.config import OptimConfig
 
+logger = logging.getLogger(__name__)
 LRSchedule = Callable[..., float]
 
 
@@ -136,8 +137,6 @@ def _settings_of(schedule: LRSchedule, config: OptimConfig) -> dict[str, Any]:
             )
     return {name: getattr(config, name) for name in names}
 
-
-logger = logging.getLogger(__name__)
 
 SETTINGS = ("lr", "eps", "weight_decay", "betas")
 """Keys of the section `optim` that are passed to a constructor with parameters of these names."""
