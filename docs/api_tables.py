@@ -1,4 +1,4 @@
-"""Lists of the Python API: names of `docs/data/api.yaml`, signatures and first sentences."""
+"""Lists of the Python API: keywords; names of `docs/data/api.yaml` with their first sentences."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from types import ModuleType
 from typing import Any
 
 import yaml
+from cards import preset_leaves
 
+from trainer.api.flat_names import PPO_NAMES, ROW_NAMES, SWITCHES
+from trainer.ppo.config import PPOConfig
+from trainer.sft.recipe import SFTConfig
 from verl_like import Worker
 from verl_like.calls.future import WorkerFuture
 from verl_like.config_key import Section
@@ -133,3 +137,34 @@ def first_sentence(text: str) -> str:
     """Return the first sentence of a docstring, without a colon at its end."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=[.!?]) (?=[A-Z`])", paragraph)[0].rstrip(":")
+
+
+def keyword_table() -> str:
+    """Return the keywords of runs from Python with their keys and defaults."""
+    preset, lines = preset_leaves("algorithm", "grpo"), ["Keyword|Key|Default", "---|---|---"]
+    for name, key in PPO_NAMES.items():
+        is_off = key in SWITCHES and not default_of(SWITCHES[key], PPOConfig())
+        default = "off" if is_off else f"`{default_of(key, PPOConfig())!r}`"
+        of_grpo = f"`{preset[key]!r}`" if key in preset else default
+        default += "" if of_grpo == default else f" (`GRPO`: {of_grpo})"
+        lines.append(f"`{name}`|`{key}`|{'a new folder' if name == 'save_to' else default}")
+    alike = [name for name in ROW_NAMES if name in PPO_NAMES]
+    for name in alike:
+        assert re.sub(r"^actor_rollout_ref\.(actor\.)?", "", PPO_NAMES[name]) == ROW_NAMES[name]
+    further = [f"`{name}` (`{key}`)" for name, key in ROW_NAMES.items() if name not in PPO_NAMES]
+    names = ", ".join([*(f"`{name}`" for name in alike), *further])
+    table = "\n".join(lines)
+    lr, size = (default_of(ROW_NAMES[name], SFTConfig()) for name in ("lr", "batch_size"))
+    return (
+        f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{table}\n\n"
+        f"`SFT`, `RewardModelTraining`, `DPO` and `KTO` have {names}. Their keys have no "
+        f"`actor_rollout_ref.` or `actor.`: `lr` is `optim.lr`, by default `{lr}`. "
+        f"`batch_size` is by default `{size}`."
+    )
+
+
+def default_of(key: str, config: Any) -> Any:
+    """Return the value at a dotted key, which may be in a dict."""
+    for part in key.split("."):
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config

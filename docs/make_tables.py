@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 
 import yaml
 from api_tables import PAGES as API_PAGES
-from api_tables import name_list
+from api_tables import keyword_table, name_list
 from cards import (
     ACTOR,
     LOSS_MODE,
@@ -36,7 +36,6 @@ from command_tables import command_list, command_options
 from model_table import model_table
 from worked_tables import memory_table, token_weights
 
-from trainer.api.flat_names import PPO_NAMES, ROW_NAMES
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import doc_parts
 from trainer.config.keys import Key, config_keys, field_docs, leaf_keys, value_at
@@ -135,6 +134,7 @@ def key_table(page: str) -> str:
     usual = ["Usually set|When to change it", "---|---"]
     for key, when in USUAL_KEYS[page].items():
         section = key.rpartition(".")[0]
+        section = section if section in sections else section.rpartition(".")[0]
         link = f"[`{key}`](#{section.replace('.', '')})" if section in sections else f"`{key}`"
         usual.append(f"{link}|{when}")
     parts, first = ["\n".join(usual)], dict[KeyRow, str]()
@@ -168,6 +168,12 @@ def _rows_of_keys(schema: type, keys: list[Key], leaf_names: bool = False) -> li
         name = f"`{key.leaf if leaf_names else key.name}`"
         name += "↻" if key.rules.may_change_on_resume else ""
         rows.append(KeyRow(name, _type(key, default, docs[key.name]), shown, doc))
+        if key.rules.options is not None and isinstance(default, dict):
+            of_options = {each.name: each for each in leaf_keys(key.rules.options)}
+            for below, value in default.items():
+                meaning = _cell(field_docs(key.rules.options)[below])
+                kind = _type(of_options[below], value, meaning)
+                rows.append(KeyRow(f"{name[:-1]}.{below}`", kind, _show(value), meaning))
     return rows
 
 
@@ -518,21 +524,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def flat_name_table() -> str:
-    """Return the flat names of runs from Python with their keys."""
-    rows = [[_code([name]), _code([key])] for name, key in PPO_NAMES.items()]
-    alike = [name for name, key in ROW_NAMES.items() if name in PPO_NAMES]
-    for name in alike:
-        assert OF_POLICY.sub("", f"`{PPO_NAMES[name]}`") == f"`{ROW_NAMES[name]}`", name
-    others = [f"`{name}` (`{key}`)" for name, key in ROW_NAMES.items() if name not in PPO_NAMES]
-    return (
-        f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{_list(rows, 'Keyword|Key')}\n\n"
-        f"`SFT`, `RewardModelTraining`, `DPO` and `KTO` have {_code(alike)} and "
-        f"{', '.join(others)}.\n"
-        "Their keys have no `actor_rollout_ref.` or `actor.`: `lr` is `optim.lr`."
-    )
-
-
 def flag_rows(system: str, dashes: str = "") -> list[list[str]]:
     """(there, here) of every flag in a table of `migrate`."""
     tree = read_table(system)
@@ -716,7 +707,7 @@ def tinker_method_list() -> str:
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {
-    "flat-names": ("python.md", flat_name_table),
+    "flat-names": ("python.md", keyword_table),
     **{page.removesuffix(".md"): (page, partial(key_table, page)) for page in KEY_PAGES},
     "rewards": ("rewards.md", reward_key_table),
     "models": ("models.md", model_table),

@@ -14,8 +14,9 @@ Checks a loss or an advantage estimator:
 
 It calls the function on small batches that are cut, padded, permuted and filled
 with garbage in ways that must not change the result, forward and backward. The
-command names the first relation that does not hold, with the smallest batch
-that shows it and the likely cause; the exit code is then 1.
+exit code is 0 if all relations hold. Otherwise it is 1, and the command names
+the first relation that does not hold, with the smallest batch that shows it and
+the likely cause.
 
   --kind policy|value|preference|estimator
                       if a loss and an estimator share a name

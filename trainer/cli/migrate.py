@@ -4,17 +4,17 @@
 Prints every training that a shell script would start as a verl-like command:
 
   verl-like migrate verl run_qwen2-7b.sh
-                       main_ppo, SFT, async, one-step off-policy
+                       # main_ppo, SFT, async, one-step off-policy
   NNODES=2 verl-like migrate verl run_gemma_2b.sh 8 out
-                       variables and arguments of the script
+                       # variables and arguments of the script
   verl-like migrate openrlhf train_ppo_llama_ray.sh
-                       train_ppo_ray, train_sft, _rm, _dpo
+                       # train_ppo_ray, train_sft, _rm, _dpo
   verl-like migrate trl "trl grpo --config grpo.yaml"
-                       grpo, sft, reward, dpo, kto; or a YAML
+                       # grpo, sft, reward, dpo, kto; or a YAML
   verl-like migrate colossalchat mmmt_prompt.sh
-                       train_prompts, 1mmt_prompt, mmmt_prompt
+                       # train_prompts, 1mmt_prompt, mmmt_prompt
   verl-like migrate verl python3 -m verl.trainer.main_ppo data.train_files=x ...
-                       a command: no sandbox is needed
+                       # a command: no sandbox is needed
 
 The script runs in a sandbox where nothing trains. The shell handles variables,
 loops and files, and arguments after the script go to the script. Comments below

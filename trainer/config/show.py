@@ -69,6 +69,7 @@ def without_keys(
 
 
 INDENT, WIDTH = "  ", 100
+FIRST = ("data", "model", "actor_rollout_ref", "critic", "reward", "algorithm", "trainer")
 
 
 def annotated_yaml(
@@ -78,7 +79,7 @@ def annotated_yaml(
     left_out: Collection[str] = (),
     meanings: bool = False,
 ) -> str:
-    """Return the tree in the order of its composition, with the rules of each field as a comment.
+    """Return the tree, `FIRST` sections first, with the rules of each field as a comment.
 
     A comment that is too long for its line is above it. `left_out` keys are only counted at the
     end. With `meanings`, the lines above a key begin with its meaning, and the keys of a section
@@ -87,6 +88,7 @@ def annotated_yaml(
     keys = named_keys(schema) if meanings else keys_by_name(schema)
     tree = OmegaConf.to_container(composed, resolve=resolve, enum_to_str=True)
     assert isinstance(tree, dict), "the root of a configuration is a mapping"
+    tree = {name: tree[name] for name in (*FIRST, *tree) if name in tree}
     docs = dict(field_docs(schema)) if meanings else {}
     if meanings:
         for key in leaf_keys(schema):
@@ -94,9 +96,7 @@ def annotated_yaml(
                 docs |= field_docs(key.rules.options, f"{key.name}.")
     lines = [*_lines(without_keys(tree, left_out), "", keys, docs)]
     if left_out:
-        lines.append(
-            f"# {len(left_out)} more keys have no effect in this run; show them with --cfg all"
-        )
+        lines.append(f"# {len(left_out)} more keys have no effect in this run; see --cfg all")
     return "\n".join(lines) + "\n"
 
 

@@ -1,10 +1,9 @@
 """usage: verl-like ppo algorithm=grpo actor_rollout_ref.model.path=FOLDER
            data.train_files=FILE reward=FILE.py:FUNCTION [key=value ...]
 
-Trains a policy with PPO, GRPO and other algorithms.
+Trains a policy with PPO, GRPO and other algorithms (all: docs/algorithms.md).
 
-Algorithm    algorithm=ppo|grpo|dapo|…  a paper's algorithm; your keys win
-             (without it: PPO with a critic and no KL)
+Algorithm    algorithm=ppo|grpo|dapo|…  default: PPO with a critic and no KL
              correction=decoupled_token_is|…  off-policy correction
 Data         data.train_batch_size=1024  prompts per step (default: 1024)
              data.max_prompt_length=512 data.max_response_length=512  (defaults)
@@ -15,6 +14,7 @@ Reward       reward=FILE.py:FUNCTION  default: the rule for a row's data_source
 Sampling     actor_rollout_ref.rollout.n=8  responses per prompt (1; grpo: 8)
              actor_rollout_ref.rollout.name=vllm|native|hf|auto  the engine
 Learning     actor_rollout_ref.actor.optim.lr=1e-6  learning rate (default)
+             critic.optim.lr=1e-5  with a critic (default)
 Memory       actor_rollout_ref.model.lora_rank=32  LoRA (default: 0, off)
 Length       trainer.total_epochs=1  or  trainer.total_training_steps=100
 Run          trainer.default_local_dir=DIR  the same command resumes the run

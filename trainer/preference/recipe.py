@@ -15,7 +15,7 @@ computed once per run.
                                  1024, or fewer if the model is shorter)
   data.train_batch_size=64       rows per optimizer step (default: 64)
   trainer.total_epochs=1         passes over the rows (default: 1)
-  optim.lr=5e-6                  learning rate (default: 1e-5)
+  optim.lr=1e-6                  learning rate (default: 1e-5; usual: 1e-6)
   model.lora_rank=32             train a LoRA adapter, to save memory
   label_smoothing=0.1            dpo for noisy labels (cDPO)
   reference_free=true            without the reference

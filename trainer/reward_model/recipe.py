@@ -6,6 +6,10 @@ whole dialogues. A row can have a margin. The file is Parquet, JSONL or CSV:
 
   {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away", "margin": 1.5}
 
+  loss=log_sigmoid|log_exp       loss of the pairs (default: log_sigmoid)
+  center_coef=0.01               keep scores near zero (default: 0, off)
+  data.max_length=2048           tokens per row; longer rows are cut (default:
+                                 1024, or fewer if the model is shorter)
   data.train_batch_size=64       pairs per optimizer step (default: 64)
   trainer.total_epochs=1         passes over the pairs (default: 1)
   optim.lr=1e-5                  learning rate (default: 1e-5)

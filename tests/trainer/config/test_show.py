@@ -37,6 +37,11 @@ def test_the_yaml_is_read_back_as_the_composed_tree(resolve: bool) -> None:
     assert ("${" in text) is not resolve
 
 
+def test_the_sections_that_most_runs_set_come_first() -> None:
+    sections = ["data", "actor_rollout_ref", "critic", "reward", "algorithm", "trainer"]
+    assert [*yaml.safe_load(shown()[0])][: len(sections)] == sections
+
+
 def test_unread_keys_are_left_out_and_counted() -> None:
     overrides = known_settings(["algorithm=grpo"], PPO)
     tree = compose_tree(overrides, PPO)
@@ -46,9 +51,7 @@ def test_unread_keys_are_left_out_and_counted() -> None:
     assert "grad_clip: 1.0" in text
     assert "cliprange_value" not in text
     assert "distillation" not in text
-    assert text.endswith(
-        f"# {len(left_out)} more keys have no effect in this run; show them with --cfg all\n"
-    )
+    assert text.endswith(f"# {len(left_out)} more keys have no effect in this run; see --cfg all\n")
     assert OmegaConf.to_yaml(tree) == whole
 
 
