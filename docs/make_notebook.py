@@ -24,6 +24,7 @@ PICTURE_TEXTS = (
     "KL to the reference in each of the 50 steps",
 )
 """The alternative texts of the pictures."""
+PLAN = re.compile(r"^Peak memory .*?^With --full.*?\n", re.M | re.S)
 
 
 def run(notebook: Any) -> None:
@@ -67,11 +68,11 @@ def page_of(notebook: Any) -> str:
 
 
 def outputs_of(cell: Any) -> tuple[str, list[str]]:
-    """Return what a cell printed, and its pictures, without the progress bar of a run."""
+    """Return what a cell printed, and its pictures, without a run's plan and progress bar."""
     texts, pictures = "", []
     for output in cell.get("outputs", []):
         if output.get("name") == "stdout":
-            texts += "".join(output["text"])
+            texts += PLAN.sub("", "".join(output["text"]))
         html = "".join(output.get("data", {}).get("text/html", []))
         pictures += re.findall(r'<svg role="img".*?</svg>', html, re.S)
     return texts, pictures
