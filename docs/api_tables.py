@@ -147,6 +147,7 @@ def keyword_table() -> str:
         default = "off" if is_off else f"`{default_of(key, PPOConfig())!r}`"
         of_grpo = f"`{preset[key]!r}`" if key in preset else default
         default += "" if of_grpo == default else f" (`GRPO`: {of_grpo})"
+        default += " (`AsyncPPO`: `2`)" if name == "devices" else ""
         lines.append(f"`{name}`|`{key}`|{'a new folder' if name == 'save_to' else default}")
     alike = [name for name in ROW_NAMES if name in PPO_NAMES]
     for name in alike:

@@ -51,7 +51,7 @@ class PPO(PythonRun):
         prompts = [{"prompt": f"{n} + 2 =", "total": str(n + 2)} for n in range(64)]
 
         def reward(response, total):
-            return float(total in response)
+            return float(response.strip() == total)
 
         run = PPO("Qwen/Qwen3-0.6B", prompts, reward, lr=1e-6)
         run.fit(steps=10)
@@ -103,8 +103,8 @@ class PPO(PythonRun):
     ) -> None:
         """Write the models and data in memory to the run folder, and check the configuration.
 
-        A parameter from `lr` to `logger` that is None has the default of its key, unless another
-        one is described here.
+        A parameter that is None has the value of a preset (`algorithm="dapo"`) if the preset sets
+        it, or the default that is shown here.
 
         Args:
             model: a folder, a name on the hub, or a model of transformers with its `tokenizer`; for
@@ -121,29 +121,30 @@ class PPO(PythonRun):
             tokenizer: the tokenizer of models in memory.
             callbacks: objects with hooks of `verl_like.Hooks`, which get the trainer as the first
                 argument.
-            lr: the actor's learning rate.
-            critic_lr: the critic's learning rate.
-            n: samples per prompt.
-            mini_batch_size: size of a mini-batch in prompts; it has `n` times as many samples.
-            max_prompt_length: longest prompt in tokens.
-            max_response_length: longest response in tokens.
-            temperature: sampling temperature.
-            top_p: total probability of the tokens to sample from.
-            kl_loss_coef: weight of the KL in the loss; 0 removes it from the loss.
-            clip_ratio: clip range of the probability ratio.
-            lora_rank: LoRA rank; 0 trains all weights.
-            lora_alpha: adapters are scaled by lora_alpha / lora_rank.
-            engine: rollout engine, such as "vllm".
-            batch_size: prompts per step; by default, all prompts in memory if they are fewer
-                than the key's default.
-            epochs: passes over the prompts.
-            seed: seed of data order, sampling and new heads.
-            devices: GPUs (or CPU processes) per node.
+            lr: the actor's learning rate (default: 1e-6).
+            critic_lr: the critic's learning rate (default: 1e-5).
+            n: samples per prompt (default: 1; `GRPO`: 8).
+            mini_batch_size: size of a mini-batch in prompts (default: 64); it has `n` times as
+                many samples.
+            max_prompt_length: longest prompt in tokens (default: 512).
+            max_response_length: longest response in tokens (default: 512).
+            temperature: sampling temperature (default: 1.0).
+            top_p: total probability of the tokens to sample from (default: 1.0).
+            kl_loss_coef: weight of the KL in the loss (default: 0; `GRPO`: 0.04); 0 removes it.
+            clip_ratio: clip range of the probability ratio (default: 0.2).
+            lora_rank: LoRA rank (default: 0); 0 trains all weights.
+            lora_alpha: adapters are scaled by lora_alpha / lora_rank (default: 16).
+            engine: rollout engine, such as "vllm" (default: "auto").
+            batch_size: prompts per step (default: 1024, or all prompts in memory if they are
+                fewer).
+            epochs: passes over the prompts (default: 1, or as many as `fit(steps)` needs).
+            seed: seed of data order, sampling and new heads (default: 1).
+            devices: GPUs (or CPU processes) per node (default: 1; `AsyncPPO`: 2).
             save_to: the run folder; by default, a new folder in runs/verl_like.
             save_every: steps between checkpoints; by default, only after the last step and every
                 half hour.
-            validate_every: steps between validations.
-            logger: loggers, such as "wandb".
+            validate_every: steps between validations (default: 0, only after the last step).
+            logger: loggers, such as "wandb" (default: "console").
             keys: keys of the configuration, such as `algorithm="dapo"`,
                 `environment="guess.py:Guess"` or
                 `actor_rollout_ref={"actor": {"entropy_coeff": 0.01}}`, or names of TRL
@@ -296,8 +297,7 @@ class RowsRun(PythonRun):
         """Write the model and rows in memory to the run folder, and check the configuration.
 
         `model` may be passed by name. With a positional model, `model={...}` sets keys of the
-        section `model`. A parameter from `lr` to `logger` that is None has the default of its key,
-        unless another one is described here.
+        section `model`. A parameter that is None has the default that is shown here.
 
         Args:
             model: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
@@ -307,19 +307,20 @@ class RowsRun(PythonRun):
             tokenizer: the tokenizer of a model in memory.
             callbacks: objects with hooks of `verl_like.Hooks`, which get the trainer as the first
                 argument.
-            lr: learning rate.
-            max_length: length in tokens to which rows are truncated.
-            lora_rank: LoRA rank; 0 trains all weights.
-            lora_alpha: adapters are scaled by lora_alpha / lora_rank.
-            batch_size: rows per optimizer step.
-            epochs: passes over the rows.
-            seed: seed of the data order and of new heads.
-            devices: GPUs (or CPU processes) per node.
+            lr: learning rate (default: 1e-5).
+            max_length: length in tokens to which rows are truncated (default: 1024, or the model's
+                limit if it is lower).
+            lora_rank: LoRA rank (default: 0); 0 trains all weights.
+            lora_alpha: adapters are scaled by lora_alpha / lora_rank (default: 16).
+            batch_size: rows per optimizer step (default: 64).
+            epochs: passes over the rows (default: 1, or as many as `fit(steps)` needs).
+            seed: seed of the data order and of new heads (default: 1).
+            devices: GPUs (or CPU processes) per node (default: 1).
             save_to: the run folder; by default, a new folder in runs/verl_like.
             save_every: steps between checkpoints; by default, only after the last step and every
                 half hour.
-            validate_every: steps between validations.
-            logger: loggers, such as "wandb".
+            validate_every: steps between validations (default: 0, only after the last step).
+            logger: loggers, such as "wandb" (default: "console").
             keys: keys of the configuration, such as `optim={"weight_decay": 0.1}`, or names of TRL
                 such as `output_dir` and `train_dataset`.
         """

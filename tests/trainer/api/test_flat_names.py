@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import re
 import traceback
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer import DPO, GRPO, KTO, PPO, SFT, AsyncPPO, RewardModelTraining
+from trainer import DPO, GRPO, KTO, PPO, SFT, AsyncPPO, RewardModelTraining, load_config
 from trainer.api.flat_names import (
     LIKE_TRL,
     PPO_NAMES,
@@ -21,10 +26,12 @@ from trainer.api.flat_names import (
 )
 from trainer.api.python_run import bare_errors
 from trainer.config.keys import named_keys
+from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from verl_like.calls.messages import RemoteError
 from verl_like.errors import ConfigError
 from verl_like.registry import load_object
+from workers.config.rows import LONGEST_ROW
 
 ROWS = [{"prompt": "say a", "response": "aaa"}] * 4
 PAIRS = [{"prompt": "say a", "chosen": "aaa", "rejected": "b"}] * 4
@@ -225,3 +232,27 @@ def test_a_wrong_setting_found_in_a_worker_is_shown_without_its_traceback() -> N
     with pytest.raises(ConfigError, match="the model is damaged") as caught:
         load()
     assert getattr(caught.value, "__notes__", []) == []
+
+
+@pytest.mark.parametrize("cls", [PPO, GRPO, AsyncPPO, SFT, RewardModelTraining, DPO, KTO])
+def test_the_docstring_shows_the_defaults_of_the_keys(cls: Any) -> None:
+    names, recipe = cls._flat_names, load_object(cls._recipe_path, "")
+    needed = ["data.train_files=x", f"{[*cls._model_sections.values()][0]}.path=y"]
+    presets = [f"{group}={preset}" for group, preset in cls._presets.items()]
+    config: Any = load_config([*needed, *presets], recipe)
+    tree: Any = dataclasses.asdict(config)
+    expected = {name: reduce(getitem, key.split("."), tree) for name, key in names.items()}
+    if "kl_loss_coef" in names and not config.actor_rollout_ref.actor.use_kl_loss:
+        expected["kl_loss_coef"] = 0
+    engine = PPOConfig().actor_rollout_ref.rollout.name
+    expected |= {"epochs": 1, "logger": "console", "engine": engine, "max_length": LONGEST_ROW}
+
+    arguments = cls.__doc__.partition("\n\nArgs:\n")[2]
+    shown = dict[str, object]()
+    for entry in re.split(r"\n(?=    \w)", arguments):
+        name = entry.partition(":")[0].strip()
+        if match := re.search(r"\(default: ([^,;)]+)(?:; `(\w+)`: ([^)]+))?", entry):
+            default, other, default_of_other = match.groups()
+            shown[name] = ast.literal_eval(default_of_other if other == cls.__name__ else default)
+    described = {"save_to", "save_every"}  # defaults in words
+    assert shown == {name: expected[name] for name in names.keys() - described}
