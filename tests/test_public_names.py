@@ -241,3 +241,18 @@ def test_a_reward_is_set_by_the_public_path_of_a_rule() -> None:
     assert trust_kwargs("verl_like.rules", "run_tests", trust_programs=False)
     with pytest.raises(ConfigError, match="It has dapo, geometry, .*Did you mean 'run_tests'"):
         load_object("verl_like.rules:run_test", "reward")
+
+
+@pytest.mark.parametrize("module", [*PUBLIC, "verl_like.rules"])
+def test_docstrings_of_functions_name_every_parameter(module: str) -> None:
+    functions = {name: find(f"{module}.{name}") for name in find(module).__all__}
+    functions = {name: value for name, value in functions.items() if inspect.isfunction(value)}
+    missing = dict[str, list[str]]()
+    for name, function in functions.items():
+        parameters = inspect.signature(function).parameters
+        text = inspect.getdoc(function) or ""
+        text += (inspect.getdoc(find(module)) or "") if module == "verl_like.rules" else ""
+        unnamed = [each for each in parameters if not re.search(rf"\b{each}\b", text)]
+        if len(parameters) > 1 and unnamed:
+            missing[name] = unnamed
+    assert missing == {}

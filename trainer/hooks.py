@@ -81,7 +81,7 @@ class Hooks:
         """Called before a step, whose number is `self.global_step`."""
 
     def on_stage_begin(self, stage: str, batch: DataProto | None) -> None:
-        """Called before a stage, such as "score", with its input, or None if it has no input."""
+        """Called before a stage, such as "score"; `batch` is its input, or None if it has none."""
 
     def on_stage_end(self, stage: str, result: Any) -> None:
         """Called after a stage with its result."""
@@ -96,7 +96,7 @@ class Hooks:
         """Called with all samples of the step before the score stage."""
 
     def on_filter(self, name: str, before: DataProto, after: DataProto) -> None:
-        """Called with the samples before a filter of that name, and those that remain."""
+        """Called with the samples before a filter of that name, and those that remain after it."""
 
     def on_update(self, batch: DataProto) -> None:
         """Called when the update of this batch is launched, before the driver waits for it."""

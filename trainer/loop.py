@@ -83,10 +83,11 @@ class Trainer(Hooks, ABC):
 
     @classmethod
     def prepare(cls, config: Any, at_end: ExitStack) -> tuple[Any, ...]:
-        """Prepare the data and other inputs before the workers start.
+        """Return the constructor arguments after `run`, such as data, before the workers start.
 
-        Return the constructor arguments that follow `run`. Raise if the run cannot work. Register
-        cleanup on `at_end`.
+        Args:
+            config: the configuration of the run; raise if the run cannot work.
+            at_end: register cleanup here.
         """
         return cls.recipe.prepare(config, at_end)
 

@@ -14,9 +14,12 @@ _Parts = list[tuple[int, list[int]]]
 def get_seqlen_balanced_partitions(
     seqlen_list: Sequence[int], k_partitions: int, equal_size: bool = False
 ) -> list[list[int]]:
-    """Divide rows into `k_partitions` non-empty sets of nearly equal total length.
+    """Divide rows into non-empty sets of nearly equal total length.
 
-    With `equal_size` the sets also have equal row counts.
+    Args:
+        seqlen_list: length of each row.
+        k_partitions: number of sets.
+        equal_size: the sets also have equally many rows.
 
     Karmarkar and Karp's largest differencing method, "The differencing method of set partitioning"
     (UCB/CSD 82/113, 1982). The result depends only on the arguments: ties go to the lower row, rows
@@ -82,9 +85,12 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
 def get_group_balanced_partitions(
     seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
 ) -> list[list[int]]:
-    """Divide rows into `k_partitions` sets of nearly equal total length.
+    """Divide rows into sets of nearly equal total length that do not split a group.
 
-    The rows of a uid stay together, and every set has the same number of uids.
+    Args:
+        seqlen_list: length of each row.
+        uid_list: uid of each row; rows with the same uid stay together.
+        k_partitions: number of sets; each has the same number of uids.
     """
     if len(seqlen_list) != len(uid_list):
         raise BatchError(

@@ -61,11 +61,14 @@ def freeze(config: S) -> S:
 
 
 def replace_keys(section: S, changes: Mapping[str, Any]) -> S:
-    """Return a copy of a section with other values at these dotted keys.
+    """Return a copy of a section with other values at some keys.
 
         optim = replace_keys(config, {"lr": 1e-5, "weight_decay": 0.1})
 
-    The copy shares the sections without a change, and is read-only if `section` is.
+    Args:
+        section: a section or a mapping. The copy shares the sections inside it that do not change,
+            and is read-only if `section` is.
+        changes: dotted key -> new value.
     """
     by_field: dict[str, dict[str, Any]] = {}
     for name, value in changes.items():
@@ -104,7 +107,7 @@ class ReadWhen:
     reason: str | Callable[[Any], str]
 
     def missing(self, section: str, run: Any) -> str:
-        """Return `reason`, with the name of the section filled in."""
+        """Return `reason` for the configuration `run`, with the name of the section filled in."""
         text = self.reason if isinstance(self.reason, str) else self.reason(run)
         return text.replace("{section}", f"{section}." if section else "")
 
@@ -264,7 +267,7 @@ def config_field(
     read_when: ReadWhen | Sequence[ReadWhen] = (),
     **rules: Any,
 ) -> Any:
-    """Return a dataclass field with its default (or `factory`) and `KeyRules`.
+    """Return a dataclass field for a key, with its default and `KeyRules`.
 
     Example:
 
@@ -272,6 +275,12 @@ def config_field(
         class MySection:
             threshold: float = config_field(0.5, at_least=0, at_most=1)
             # below the field, a docstring explains the key
+
+    Args:
+        default: the default; without it and `factory`, users must set the key.
+        factory: returns the default; use it for lists and dicts.
+        read_when: the conditions under which a run reads the key. Setting it otherwise is an error.
+        rules: the fields of `KeyRules`.
     """
     conditions = (read_when,) if isinstance(read_when, ReadWhen) else tuple(read_when)
     metadata = {"rules": KeyRules(read_when=conditions, **rules)}

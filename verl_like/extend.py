@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.tools.bisect.trl_callback import RecordCallback as RecordCallback
     from trainer.tools.evaluation.recipe import EVAL as EVAL
     from trainer.tools.evaluation.step import Evaluation as Evaluation
-    from verl_like.calls.result import CallMetrics as CallMetrics
     from verl_like.calls.result import CallResult as CallResult
     from verl_like.config_key import KeyRules as KeyRules
     from verl_like.config_key import ReadWhen as ReadWhen

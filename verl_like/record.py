@@ -58,7 +58,13 @@ class Recorder:
             self._append(head | {"config": flat(config)})
 
     def step(self, number: int, arrays: Mapping[str, Any] = {}, **numbers: Any) -> None:
-        """Write a step: arrays (numpy's or torch's) by field, and numbers or dicts of numbers."""
+        """Write the arrays and the numbers of a step.
+
+        Args:
+            number: number of the step.
+            arrays: field -> array of numpy or torch, as `ragged` returns them.
+            numbers: metrics of the step; a value may be a dict.
+        """
         if arrays:
             contents = safetensors({name: as_array(value) for name, value in arrays.items()})
             draft = self.folder / f".{number}.draft"
@@ -72,7 +78,7 @@ class Recorder:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings with dotted keys."""
+    """Return the nested settings of `tree` with dotted keys, which begin with `prefix`."""
     keys: dict[str, Any] = {}
     for name, value in tree.items():
         inner = value if isinstance(value, Mapping) else {}
@@ -84,7 +90,13 @@ Rows = Sequence[Sequence[Any] | np.ndarray]
 
 
 def ragged(prompts: Rows, responses: Rows, **fields: Any) -> dict[str, Any]:
-    """Return the arrays of a step from tokens per row, and fields per row or per token of rows."""
+    """Return the arrays of a step from rows of different lengths.
+
+    Args:
+        prompts: token ids of each row's prompt.
+        responses: token ids of each row's response.
+        fields: further arrays, with a number per row or a number per token of the response.
+    """
     lengths = np.array([len(row) for row in responses])
     arrays = {"prompts": padded(prompts), "prompt_mask": padded([[True] * len(p) for p in prompts])}
     arrays |= {"responses": padded(responses), "response_lengths": lengths}
@@ -95,7 +107,7 @@ def ragged(prompts: Rows, responses: Rows, **fields: Any) -> dict[str, Any]:
 
 
 def padded(rows: Rows, width: int = 0, fill: float = 0) -> np.ndarray:
-    """Return rows of different lengths as one array of at least this width, filled at the right."""
+    """Return rows of different lengths as one array of at least `width`, padded with `fill`."""
     kinds = [np.asarray(row).dtype for row in rows if len(row)]
     shape = len(rows), max([width, *map(len, rows)])
     array = np.full(shape, fill, dtype=np.result_type(*kinds) if kinds else np.int64)

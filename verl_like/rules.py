@@ -1,4 +1,10 @@
-"""The built-in reward rules: `reward=verl_like.rules:run_tests`."""
+"""The built-in reward rules: `reward=verl_like.rules:run_tests`.
+
+    gsm8k("openai/gsm8k", solution_str="2 + 2 = #### 4", ground_truth="4")      # 1.0
+
+As in verl, every rule gets `data_source` (the row's column), `solution_str` (the response),
+`ground_truth` (the expected answer) and `extra_info` (a dict). The rules read the second and third.
+"""
 
 from __future__ import annotations
 

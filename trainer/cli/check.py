@@ -348,6 +348,6 @@ def doc_parts(algorithm: Callable[..., Any]) -> tuple[str, str, str]:
         label, colon, text = paragraph.partition(": ")
         if colon and label in fields:
             fields[label] = text
-        else:
+        elif not paragraph.startswith("Args:\n"):
             formula.append(paragraph)
     return "\n\n".join(formula), fields["Watch"], fields["Source"]

@@ -75,7 +75,14 @@ def make_tokenizer(words: Iterable[str] = CHARACTERS, pattern: str = r"[\s\S]") 
 
 
 def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers: int = 2) -> Any:
-    """Return a Llama with random weights, drawn with `seed`, that fits the tokenizer."""
+    """Return a Llama with random weights that fits the tokenizer.
+
+    Args:
+        tokenizer: sets the size of the vocabulary.
+        seed: seed of the weights.
+        hidden_size: width of the layers.
+        num_layers: number of layers.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -98,9 +105,14 @@ def make_model(tokenizer: Any, seed: int = 0, hidden_size: int = 64, num_layers:
 
 
 def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int = 1000) -> None:
-    """Train on 32 rows of equal length per step, for `steps` or until the loss is below `until`.
+    """Train a model on 32 rows of equal length per step, until the loss is below a limit.
 
-    `tokens` and `labels` [rows, T] are token ids; a label of -100 is not learned.
+    Args:
+        model: a causal language model of transformers.
+        tokens: token ids [rows, T].
+        labels: token ids [rows, T]; a label of -100 is not learned.
+        until: stop when the loss is below this number.
+        steps: largest number of steps.
     """
     import torch
 
@@ -117,7 +129,14 @@ def fit(model: Any, tokens: Any, labels: Any, *, until: float = 0.0, steps: int 
 
 
 def fit_answers(model: Any, tokenizer: Any, prompts: Sequence[Any], answers: Sequence[str]) -> None:
-    """Train on responses of equal length until about a third of sampled responses are right."""
+    """Train until about a third of the sampled responses are right.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer, with a chat template.
+        prompts: chats.
+        answers: the right response to each prompt; all have equally many tokens.
+    """
     import torch
 
     chats = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=False)

@@ -84,7 +84,10 @@ class PPOTrainer(Trainer):
         return batch
 
     def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
-        """Return `rollout.n` samples of every prompt, each with its policy version."""
+        """Return `rollout.n` samples of each of the `prompts`, with their policy versions.
+
+        A sample's seed depends on `attempt`, so a repeated generation returns other samples.
+        """
         num_samples = self.config.actor_rollout_ref.rollout.n
         rows = samples.repeat_prompts(prompts, num_samples)
         batch = self.rollouts.generate(rows, attempt=attempt)

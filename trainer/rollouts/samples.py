@@ -42,6 +42,10 @@ def repeat_prompts(prompts: DataProto, num_samples: int) -> DataProto:
     If the environment of a prompt has several players, the prompt's samples are divided among them.
     The rows of one environment are adjacent, one per player. Every prompt has at least one
     environment.
+
+    Args:
+        prompts: one row per prompt.
+        num_samples: samples per prompt.
     """
     players = prompts.non_tensor_batch.get(PLAYERS)
     if players is None:

@@ -372,9 +372,13 @@ class DataProto:
         meta_info_keys: Keys = None,
         deepcopy: bool = False,
     ) -> Self:
-        """Return a batch with these columns and meta entries, shared unless `deepcopy`.
+        """Return a batch with the columns and meta entries of these names; None selects all.
 
-        None selects all of a kind.
+        Args:
+            batch_keys: names of tensor columns.
+            non_tensor_batch_keys: names of object columns.
+            meta_info_keys: names of meta entries.
+            deepcopy: copy the values; otherwise both batches share them.
         """
         picked = self._derived(
             _picked(self.columns, batch_keys, "tensor column"),
@@ -392,7 +396,7 @@ class DataProto:
     ) -> Self:
         """Move these columns and meta entries out of this batch, into the batch that is returned.
 
-        None selects none of a kind.
+        The parameters are as in `select`, but None moves none of a kind.
         """
         taken = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
         if taken._dense is not None and not taken._dense.keys():
@@ -405,7 +409,7 @@ class DataProto:
         return taken
 
     def rename(self, old_keys: Names, new_keys: Names) -> Self:
-        """Rename tensor columns, in place; pass one name for each argument, or two lists."""
+        """Rename tensor columns `old_keys` to `new_keys`, in place; each is a name or a list."""
         for keys in (old_keys, new_keys):
             if not isinstance(keys, (str, list, tuple)):
                 raise BatchError(

@@ -78,8 +78,13 @@ class RaggedTensor:
     def from_rows(
         cls, rows: Sequence[Tensor], width: int, *, at_end: bool = False, fill: float = 0
     ) -> RaggedTensor:
-        """Return a column with one tensor per row, aligned to the first position or, `at_end`, the
-        last.
+        """Return a column with one tensor per row, aligned to the first position or the last.
+
+        Args:
+            rows: the values of each row.
+            width: positions per row, at least as many as the longest row has.
+            at_end: align rows to the last position.
+            fill: value of the other positions in `padded()`.
         """
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         starts = width - lengths if at_end else None
@@ -103,7 +108,7 @@ class RaggedTensor:
         return RaggedTensor.from_rectangle(rectangle, self.lengths, self.starts, fill)
 
     def with_values(self, values: Tensor, fill: float = 0) -> RaggedTensor:
-        """Return a column with other values at the same spans."""
+        """Return a column with other values at the same spans; `padded()` puts `fill` elsewhere."""
         has_as_many = values.shape[0] == self.values.shape[0]
         create = RaggedTensor.from_checked if has_as_many else RaggedTensor
         return create(values, self.lengths, self.width, self.starts, fill)

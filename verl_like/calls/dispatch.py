@@ -357,9 +357,12 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Any, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode that exists: a `Dispatch` member, or its name.
+    """Replace the functions of a mode that exists.
 
-    For the functions see `register_dispatch_mode`. An unknown name raises `DispatchError`.
+    Args:
+        dispatch_mode: a `Dispatch` member or its name; an unknown name raises `DispatchError`.
+        dispatch_fn: as in `register_dispatch_mode`.
+        collect_fn: as in `register_dispatch_mode`.
     """
     name = getattr(dispatch_mode, "name", dispatch_mode)
     Dispatch.from_name(str(name)).mode = mode_of_functions(dispatch_fn, collect_fn)

@@ -435,12 +435,19 @@ def gather(*futures: Any, timeout: float | None = None, grace_s: float | None = 
         futures = critic.compute_values.remote(batch), ref.compute_ref_log_prob.remote(batch)
         values, ref_log_probs = gather(*futures)
 
-    It waits for all of them, even when one fails, for `timeout` seconds at most, by default until
-    each call's deadline. With `grace_s`, the wait ends that many seconds after a failure, and at
-    most a second after a worker's death: use it for calls of two groups that wait for each other.
-    A failure is logged at once if other calls still run. In the end, the first worker's death is
-    raised, or if there is none, the first failure in order. Its attribute `others` has the other
-    failures, and its notes name up to eight of them.
+    It waits for all of them, even when one fails. A failure is logged at once if other calls still
+    run.
+
+    Args:
+        futures: the futures of calls, which may belong to several groups.
+        timeout: longest wait in seconds; by default, each call's deadline.
+        grace_s: the wait ends this many seconds after a failure, and at most a second after a
+            worker's death. Use it for calls of two groups that wait for each other.
+
+    Raises:
+        WorkerDiedError: the first worker's death. If no worker died, the first failure in order is
+            raised. The error's attribute `others` has the other failures, and its notes name up to
+            eight of them.
     """
     arrived: queue.SimpleQueue[tuple[int, FutureOutcome]] = queue.SimpleQueue()
     by_kind: dict[object, dict[int, Any]] = defaultdict(dict)

@@ -4,7 +4,7 @@
     def compute_values(self, data: DataProto) -> DataProto: ...       # get() gives a DataProto
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto) -> CallMetrics: ...  # get() gives name -> list by rank
+    def update_critic(self, data: DataProto) -> dict[str, Any]: ...  # get(): name -> list by rank
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> CallResult: ...        # get() gives a CallResult
@@ -28,14 +28,6 @@ from verl_like.batch.protocol import DataProto
 from verl_like.calls.messages import ONLY_BATCH, ONLY_METRICS, WITH_METRICS, Header
 from verl_like.errors import DispatchError
 
-CallMetrics = dict[str, Any]
-"""The metrics of a call by name.
-
-    metrics: CallMetrics = {"critic/vf_loss": 0.25}
-
-A value is a number, a string, or a list of these. A group's call has the list over its ranks.
-"""
-
 
 class CallResult(NamedTuple):
     """A batch and its metrics: the result of a method, and of `get()` on its future.
@@ -53,11 +45,12 @@ class CallResult(NamedTuple):
 
     Attributes:
         batch: a `DataProto`; None if there are only metrics.
-        metrics: see `CallMetrics`; on the driver, name -> list over the ranks.
+        metrics: name -> a number, a string, or a list of these; on the driver, name -> the list
+            over the ranks.
     """
 
     batch: Any = None
-    metrics: CallMetrics = {}
+    metrics: dict[str, Any] = {}
 
     @classmethod
     def of(cls, value: Any) -> CallResult:
@@ -96,7 +89,7 @@ def declared_form(method: Callable[..., Any]) -> str:
     return _FORMS.get(kind, ONLY_METRICS if kind is Mapping else "")
 
 
-def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetrics | None, str]:
+def split_result(value: Any, declared: str, where: str) -> tuple[Any, dict[str, Any] | None, str]:
     """Return payload, metrics and form of a result; `where` names the method and rank."""
     payload, metrics, form = value, None, type(value).__name__
     if isinstance(value, dict):
@@ -109,7 +102,7 @@ def split_result(value: Any, declared: str, where: str) -> tuple[Any, CallMetric
         raise DispatchError(f"{where} returned {form}, but is declared to return {declared}.")
     if metrics is None:
         return payload, None, form
-    plain: CallMetrics = {}
+    plain: dict[str, Any] = {}
     for name, entry in metrics.items():
         if not isinstance(name, str):
             raise DispatchError(

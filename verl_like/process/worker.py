@@ -253,7 +253,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str, step: int = 0) -> None:
-        """Write the state that a resume needs into the folder `path`.
+        """Write the state that a resume after `step` needs into the folder `path`.
 
         By default, this saves the role's random state on this rank. A role with trainable state
         overrides this method and `load_checkpoint`.

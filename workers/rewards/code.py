@@ -68,11 +68,19 @@ def run_tests(
     network: bool = False,
     trust_programs: bool = False,
 ) -> dict[str, float]:
-    """Run the first `num_tests` tests. `score` is the fraction that pass; `acc` is 1 if all do.
+    """Run the tests of a program. `score` is the fraction that pass; `acc` is 1 if all do.
 
-    Each test may take `time_s` seconds, and all tests together `total_s`, which must be less than a
-    sample's deadline (`reward.timeout_s`). Unless `trust_programs` is set, asserts are rejected if
-    their expected side cannot be hidden from the program.
+    Args:
+        data_source: is not read.
+        solution_str: the response, which contains the program.
+        ground_truth: the tests, as a dict or its JSON.
+        extra_info: is not read.
+        num_tests: largest number of tests.
+        time_s: limit of a test in seconds.
+        total_s: limit of all tests in seconds, less than a sample's deadline (`reward.timeout_s`).
+        memory_gib: limit of the program's memory in GiB.
+        network: let the program use the network.
+        trust_programs: accept asserts whose expected side cannot be hidden from the program.
     """
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
     open_assert = find_open_assert(tests)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.result import CallMetrics, CallResult
+from verl_like.calls.result import CallResult
 from verl_like.errors import BatchError
 from workers.columns import ROUTED, SEQUENCE_COLUMNS, batch_columns, sampled_log_probs_column
 from workers.config import (
@@ -146,7 +146,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
             *("chosen_tokens", ROUTED),
         )
     )
-    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> CallMetrics:
+    def update_actor(self, data: DataProto, ptx: DataProto | None = None) -> dict[str, Any]:
         """Run one PPO update on the batch and return metrics.
 
         Except for perf/, the metrics are equal on all ranks. The rows `ptx` are divided over the

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.result import CallMetrics
 from verl_like.errors import WeightSyncError
 from workers.columns import SEQUENCE_COLUMNS, batch_columns
 from workers.config import (
@@ -113,7 +113,7 @@ class CriticWorker(CheckpointMixin, WeightSender, ModelWorker):
 
     @register(dispatch_mode=TRAIN_DISPATCH, blocking=False, readonly=True)
     @batch_columns(reads=(*SEQUENCE_COLUMNS, "sample_number", "values", "returns"))
-    def update_critic(self, data: DataProto) -> CallMetrics:
+    def update_critic(self, data: DataProto) -> dict[str, Any]:
         """Train the model on the returns. Metrics outside perf/ are equal on all ranks."""
         with utilization("critic", self.engine) as mfu:
             metrics = update_model(

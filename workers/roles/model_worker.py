@@ -25,7 +25,7 @@ from verl_like.calls.dispatch import (
     make_nd_compute_dataproto_dispatch_fn,
     register,
 )
-from verl_like.calls.result import CallMetrics, CallResult
+from verl_like.calls.result import CallResult
 from verl_like.errors import BatchError, ConfigError, nearest
 from verl_like.process.worker import Worker
 from workers.parallel.sharding import dims_of
@@ -132,7 +132,7 @@ class ModelWorker(Worker):
         return CallResult(DataProto.from_dict(outputs), metrics)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> CallMetrics:
+    def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> dict[str, Any]:
         """Take an optimizer step with the accumulated gradients, and clear them.
 
         Returns `grad_norm`, `lr` and `skipped_steps`, which is 1 if the norm was not finite.
@@ -142,7 +142,7 @@ class ModelWorker(Worker):
                 f"{self.role}.optim_step: the model is frozen, so it cannot be updated."
             )
         with self.engine.running(self.engine.optimizer):
-            metrics: CallMetrics = self.engine.optim_step(settings)
+            metrics: dict[str, Any] = self.engine.optim_step(settings)
         return metrics
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -11,14 +11,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import to_padded
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.result import CallMetrics
 from workers.config.rows import (
     PreferenceWorkerConfig,
     RewardModelTrainingConfig,
@@ -101,7 +100,7 @@ class RowWorker(CheckpointMixin, ModelWorker):
         """Return the contribution of this micro-batch to the loss and the metrics."""
 
     @register(dispatch_mode=TRAIN_DISPATCH, readonly=True)
-    def update_model(self, data: DataProto) -> CallMetrics:
+    def update_model(self, data: DataProto) -> dict[str, Any]:
         """Take one optimizer step on all of these rows; return its metrics."""
         with utilization("model", self.engine) as mfu:
             loss = self.losses()[self.loss_name](data)

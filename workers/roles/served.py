@@ -22,7 +22,6 @@ from typing import Any
 
 from verl_like.batch.protocol import DataProto
 from verl_like.calls.dispatch import Dispatch, register
-from verl_like.calls.result import CallMetrics
 from verl_like.config_key import settable_arguments
 from verl_like.errors import ConfigError, nearest
 from workers.config import ActorConfig, WorkersConfig
@@ -121,7 +120,7 @@ class TrainsStates(ModelWorker):
         self.states.clear_gradients(forget_moments)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> CallMetrics:
+    def optim_step(self, settings: OptimStepSettings = CONFIGURED) -> dict[str, Any]:
         """Take an optimizer step on the selected state, except for its frozen parameters."""
         with self.states.without_frozen():
             return super().optim_step(settings)

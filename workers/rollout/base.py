@@ -295,7 +295,7 @@ class RolloutEngine(ABC):
         return samples
 
     def generate(self, samples: Sequence[Sample], sampling: SamplingParams) -> list[Sample]:
-        """Generate all samples to their end; return them in the same order."""
+        """Generate all samples to their end with `sampling`; return them in the same order."""
         if self._running:
             raise RolloutError(
                 f"rollout: this engine is already generating {self.num_running} samples. Take "

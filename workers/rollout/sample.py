@@ -125,9 +125,14 @@ class Sample:
         finish_reason: str,
         routed_experts: Tensor | None = None,
     ) -> Sample:
-        """Return the sample with this response; tokens, log-probs and versions are copied.
+        """Return the sample with this response.
 
-        `log_probs` is [tokens, 1 or 2]: the policy's, then those of the truncated distribution.
+        Args:
+            tokens: the response; it is copied, like the next two.
+            log_probs: [tokens, 1 or 2]: the policy's, then those of the truncated distribution.
+            versions: the version of the weights that generated each token.
+            finish_reason: why the response ended, as in the class.
+            routed_experts: the experts of each token, if the engine records them.
         """
         policy, *truncated = (column.clone() for column in log_probs.unbind(dim=1))
         return replace(
@@ -163,10 +168,13 @@ class Sample:
         end_at: int | None,
         images: Sequence[ImageRef] = (),
     ) -> Sample:
-        """Return the sample with these observed tokens appended, so that an engine can continue it.
+        """Return the sample with observed tokens appended, so that an engine can continue it.
 
-        With `begins_segment`, they begin a new segment. The response can grow to `end_at` tokens.
-        `images` are the images among the tokens.
+        Args:
+            ids: the observed tokens.
+            begins_segment: the tokens begin a new segment.
+            end_at: the response can grow to this many tokens.
+            images: the images among the tokens.
         """
         gaps = torch.full((len(ids),), torch.nan)
         observed = Sample(

@@ -130,7 +130,13 @@ class TrainEngine(Model):
         """Return every row's `log_probs` (and `entropys`, `sum_pi_squared`), `values` or `scores`.
 
         `scores` is [rows]. The other columns are [rows, R], zero outside the response mask, and
-        ragged if the mask is. `names` are further columns that the model reads.
+        ragged if the mask is.
+
+        Args:
+            data: this rank's rows.
+            budget: limit of a micro-batch.
+            token_outputs: the outputs per token that are computed.
+            names: further columns that the model reads.
         """
         rows = self.select_rows(data, names, self.reading.inputs)
         pass_outputs: PassOutputs = {}
@@ -180,8 +186,13 @@ class TrainEngine(Model):
         """Add the gradients of a mini-batch's loss to the accumulated gradients.
 
         Returns the metrics, summed over micro-batches and over the ranks with different rows. They
-        stay on the device, so the host does not wait for the passes; `floats` reads them. The
-        outputs of the model are appended to `pass_outputs`, one column per micro-batch.
+        stay on the device, so the host does not wait for the passes; `floats` reads them.
+
+        Args:
+            batch: this rank's rows of the mini-batch.
+            budget: limit of a micro-batch.
+            loss: the loss of a micro-batch.
+            pass_outputs: the outputs of the model are appended here, one column per micro-batch.
         """
         with self.accumulating():
             _, batches = self.prepare(batch, budget)

@@ -162,6 +162,6 @@ class ScoreTrainEngine(TrainEngine):
         super().__init__(model, reading=RowScores(score_at), **settings)
 
     def score_rows(self, data: DataProto, budget: MicroBatchBudget) -> torch.Tensor:
-        """Return scores [rows]; zero for a row without tokens."""
+        """Return scores [rows] of `data`, in passes of `budget`; 0 for a row without tokens."""
         scores: torch.Tensor = self.forward_rows(data, budget)["scores"]
         return scores

@@ -58,11 +58,19 @@ def update_model(
 
         metrics = update_model(self.engine, data, loss, budget=MicroBatchBudget(rows=8))
 
-    By default, the engine's `RoleModelSpec` sets the size of mini-batches and the number of epochs.
-    With a seed, the samples are reshuffled for every epoch. Each step also adds the gradient of its
-    part of each of the `extra_batches`, which have their own losses. The metrics are means over the
-    steps that were not skipped, or over all steps if all were skipped. `weights_changed_fraction`
-    compares the weights before and after the update.
+    The metrics are means over the steps that were not skipped, or over all steps if all were
+    skipped. `weights_changed_fraction` compares the weights before and after the update.
+
+    Args:
+        engine: the engine of the model.
+        data: this rank's rows.
+        loss: the loss of a micro-batch.
+        budget: limit of a micro-batch.
+        mini_batch_size: rows per mini-batch over all ranks; by default, as in the engine's
+            `RoleModelSpec`.
+        epochs: passes over the rows; by default, as in the `RoleModelSpec`.
+        shuffle_seed: seed that reshuffles the rows for every epoch; None leaves their order.
+        extra_batches: further rows with their own loss. Each step adds the gradient of its part.
     """
     columns = loss.columns if shuffle_seed is None else (*loss.columns, SAMPLE_NUMBER)
     rows = engine.select_rows(data, columns)

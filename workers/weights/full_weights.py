@@ -205,7 +205,7 @@ class ModuleWriter:
         self.changed: list[str] = []
 
     def write_tensor(self, name: str, tensor: Tensor) -> None:
-        """Write one full tensor; if the dtypes differ, check that the cast lost no bits."""
+        """Write a full tensor with this `name`; if dtypes differ, check that no bits are lost."""
         if not self.expected.fits(self.first_names.get(name, name), tensor):
             return
 

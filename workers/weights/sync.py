@@ -79,10 +79,18 @@ def sync_weights(
 
         sync_weights(actor, rollout, version=1)
 
-    The weights travel in buckets of `bucket_mb`. An engine that decodes with the actor's module
-    gets no copy. Other engines get the weights in
-    the rollout's dtype, or with `as_trained` in the dtype of training. If a rank rejects them, they
-    are sent once more. Raises `WeightSyncError` if that fails, or if a rank is missing.
+    An engine that decodes with the actor's module gets no copy. If a rank rejects the weights, they
+    are sent once more.
+
+    Args:
+        actor_group: the group that trains, with initialized models.
+        rollout_group: the group that generates.
+        version: number of these weights; the generated samples have it.
+        bucket_mb: size in MB of the buckets in which weights are sent.
+        as_trained: send the dtype of training, and not that of the rollout.
+
+    Raises:
+        WeightSyncError: a rank rejected the weights twice, or is missing.
     """
     start = time.perf_counter()
     if rollout_group.shares_processes_with(actor_group):

@@ -88,6 +88,13 @@ def compute_grpo_outcome_advantage(
         rewards = place_at_last_token(scores, mask)
         advantages, _ = compute_grpo_outcome_advantage(rewards, mask, index=["a", "a"])
 
+    Args:
+        token_level_rewards: [rows, R]; their sum is the row's score.
+        response_mask: [rows, R]; 1 at the tokens of the response.
+        index: the group of each row, such as the uid of its prompt.
+        epsilon: is added to the standard deviation, so that it is never 0.
+        norm_adv_by_std_in_grpo: divide by the standard deviation.
+
     Watch: If `actor/grad_norm` falls to 0 before `critic/score/mean` is at its best, most groups
     have equal scores: set `algorithm.filter_groups.enable`. If `response_length/mean` grows while
     the score does not, use the preset `dr_grpo`.

@@ -105,6 +105,13 @@ def record_verl_step(
     Example:
 
         record_verl_step("records/verl", self.global_steps, batch, self.config, metrics)
+
+    Args:
+        folder: folder of the record.
+        step: number of the step.
+        batch: the `DataProto` of the step, after the update.
+        config: the configuration of verl's run.
+        metrics: the metrics of the step.
     """
     if not isinstance(config, dict):
         from omegaconf import OmegaConf

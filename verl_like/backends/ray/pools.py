@@ -235,7 +235,12 @@ class SubRayResourcePool(RayResourcePool):
 def split_resource_pool(
     resource_pool: RayResourcePool, split_size: int | Sequence[int]
 ) -> list[SubRayResourcePool]:
-    """Split a pool into parts of `split_size` ranks; a list has the size of each part."""
+    """Split a pool into pools of `split_size` ranks.
+
+    Args:
+        resource_pool: the pool.
+        split_size: ranks of each part, or a list with the ranks of every part.
+    """
     total = resource_pool.world_size
     if isinstance(split_size, int):
         sizes = [split_size] * (total // max(split_size, 1))

@@ -91,9 +91,9 @@ class CheckpointMixin(BackgroundSaves):
     ) -> None:
         """Write the folder `path`, whole or not at all; it replaces a folder of the same name.
 
-        `contents` overrides `checkpoint.save_contents`. If anything fails, an earlier folder stays
-        unchanged. Files that `self.copies` takes are written later, into a folder that nobody reads
-        yet.
+        `step` is the number of the last step. `contents` overrides `checkpoint.save_contents`. If
+        anything fails, an earlier folder stays unchanged. Files that `self.copies` takes are
+        written later, into a folder that nobody reads yet.
         """
         from workers.training.checkpoints.save_load import save
 
