@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tests.workers.models.architectures import NotBuilt, cases, tiny_model_config
-from trainer.tools.small_models import LARGEST, LIMIT, POSITIONS, VOCABULARY, shrunk
+from trainer.tools.small_models import MAX_CONTEXT, MAX_PARAMETERS, POSITIONS, VOCABULARY, shrunk
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from workers.models.causal_lm import MODEL_ERRORS, generative_classes, model_class, quantizable
@@ -110,8 +110,8 @@ def small_model(config: Any, attention: str) -> Any:
                     setattr(text, name, value)
             with torch.device("meta"):
                 size = cls._from_config(small).num_parameters()
-            if size > LARGEST:
-                raise ValueError(f"it would have {size:,} parameters, more than {LARGEST:,}")
+            if size > MAX_PARAMETERS:
+                raise ValueError(f"it would have {size:,} parameters, more than {MAX_PARAMETERS:,}")
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 model = cls._from_config(small, dtype=torch.float32, attn_implementation=attention)
@@ -519,13 +519,13 @@ def variants(case: str, config: Any) -> Iterator[Any]:
 
 
 def within(config: Any, passed: Sequence[str]) -> Any:
-    """Return the config with these limits at `LIMIT` tokens, and the others beyond any row."""
+    """Return the config with these limits at `MAX_CONTEXT` tokens, the others beyond any row."""
     changed = copy.deepcopy(config)
     text = changed.get_text_config()
     for part in (text.__dict__, *ropes(text)):
         for name in LIMITS:
             if isinstance(part.get(name), int):
-                part[name] = LIMIT if name in passed else ENDLESS
+                part[name] = MAX_CONTEXT if name in passed else ENDLESS
     return changed
 
 

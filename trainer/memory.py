@@ -159,7 +159,7 @@ def fits(roles: Sequence[RoleMemory], device_type: str, device_bytes: int) -> bo
 
 TRIED_COUNTS = 8
 """Maximum number of numbers of recomputed layers that are tried."""
-FILLED = 0.9
+MAX_FILLED_SHARE = 0.9
 """Share of a GPU that the roles may need when layers are not recomputed."""
 
 
@@ -197,7 +197,7 @@ def with_fewest_recomputed_layers(
         ]
         for count in counts:
             tried = replace_keys(config, dict.fromkeys(keys, count))
-            if fits(memories(tried), devices.type, int(FILLED * devices.bytes)):
+            if fits(memories(tried), devices.type, int(MAX_FILLED_SHARE * devices.bytes)):
                 return tried
     except (ConfigError, OSError, ValueError):  # the memory cannot be computed
         return config

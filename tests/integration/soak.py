@@ -105,9 +105,9 @@ if __name__ == "__main__":
     for module, name, seconds in (
         (generators, "JOIN_EVERY_S", 0.5),
         (waiting, "LIMIT_S", 300.0),
-        (remote, "SCAN_S", 1.0),
-        (remote, "BEAT_S", 1.0),
-        (remote, "SILENT_S", 5.0),
+        (remote, "SCAN_EVERY_S", 1.0),
+        (remote, "HEARTBEAT_S", 1.0),
+        (remote, "LOCK_TIMEOUT_S", 5.0),
     ):
         patch.setattr(module, name, seconds)
     tell(main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), patch))

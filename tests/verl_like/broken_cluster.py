@@ -74,7 +74,7 @@ def wait_less(patch: pytest.MonkeyPatch) -> None:
     ask_for_forks(patch)
     # Ray's client ends this process so long after its head; a minute by default
     patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "3")
-    patch.setattr(cluster, "EVERY_S", 0.3)
+    patch.setattr(cluster, "ATTEMPT_EVERY_S", 0.3)
     patch.setattr(cluster, "RELEASE_S", 1.0)
     patch.setattr(cluster, "SHUTDOWN_S", 2.0)
 

@@ -36,9 +36,9 @@ from trainer.rollouts.samples import concat_rows
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import VerlLikeError
 
-LOOK_S = 1.0
+CHECK_EVERY_S = 1.0
 """Seconds between checks, during a wait, of its duration and of whether the trainers are alive."""
-LOOK_SHARE = 0.05
+MAX_PING_SHARE = 0.05
 """Maximum fraction of a wait spent on pinging trainers: pinging thousands of them takes long."""
 LOST = "lost with its generator"
 SAMPLES = "queued_samples"
@@ -146,7 +146,7 @@ class ExperienceBuffer:
                 if generator not in self._idle:
                     self._idle.add(generator)
                     self._changed.notify_all()
-                self._has_turn.wait(LOOK_S)
+                self._has_turn.wait(CHECK_EVERY_S)
         return None
 
     def put(self, chunk: SampleChunk) -> None:
@@ -332,7 +332,7 @@ class ExperienceBuffer:
         Log who waits for what if it takes long, and raise the error of a generator or trainer.
         """
         began, warns_after = time.monotonic(), self.settings.warn_after_idle_s
-        checks_at, warns_at = began + LOOK_S, began + warns_after
+        checks_at, warns_at = began + CHECK_EVERY_S, began + warns_after
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -340,14 +340,14 @@ class ExperienceBuffer:
             if result:
                 return result
             self._raise_if_nobody_can_go_on()
-            self._changed.wait(LOOK_S)
+            self._changed.wait(CHECK_EVERY_S)
             now = time.monotonic()
             if now > warns_at:
                 logger.warning("no batch for %.0f s: %s", now - began, self._activity.who_waits())
                 warns_at = now + warns_after
             if now > checks_at:
                 self._check_trainers()
-                checks_at = now + max(LOOK_S, (time.monotonic() - now) / LOOK_SHARE)
+                checks_at = now + max(CHECK_EVERY_S, (time.monotonic() - now) / MAX_PING_SHARE)
 
     def _raise_if_nobody_can_go_on(self) -> None:
         """Raise if no samples are in flight and all generators are idle."""

@@ -65,15 +65,15 @@ from workers.rollout.client import RolloutClient, Submission
 
 logger = logging.getLogger(__name__)
 
-PAUSE_S = 600.0
+VALIDATION_TIMEOUT_S = 600.0
 """Seconds without a finished chunk after which a validation that waits for generators fails."""
-END_S = 10.0
+END_TIMEOUT_S = 10.0
 """Seconds to wait for generators at the end of a run; short, so that a failed run ends soon."""
 MAX_RESTARTS = 3
 """Maximum restarts of one generator per version of the weights; more would not help."""
 JOIN_EVERY_S = 5.0
 """Seconds between two searches for a node with room for a generator."""
-SLICE_S = 0.25
+MIN_COLLECT_S = 0.25
 """Shortest time limit of `collect`. New weights, or the end of the run, wait until it returns."""
 COLLECTS_PER_S = 250
 """Maximum calls of `collect` per second, by the driver, over the ranks of all generators."""
@@ -117,7 +117,7 @@ class Generators:
     def paused(self) -> Iterator[None]:
         """Inside the block, let generators generate only for a validation."""
         self.start()
-        with self.buffer.paused(PAUSE_S):
+        with self.buffer.paused(VALIDATION_TIMEOUT_S):
             self.validation_began = time.time()
             yield
 
@@ -164,7 +164,7 @@ class Generators:
     def on_train_end(self, trainer: Trainer) -> None:
         """Stop the generators; check, print and write the sample log."""
         self.buffer.close()
-        until = time.monotonic() + END_S
+        until = time.monotonic() + END_TIMEOUT_S
         for generator in self._threads:
             generator.wait_for_end(max(until - time.monotonic(), 0.0))
         self.buffer.check()
@@ -343,7 +343,7 @@ class Generator:
         self._max_tokens = config.rollout_of(number).max_tokens_per_call
         self._num_at_once = config.chunks_in_parallel(number)
         num_ranks = sum(sum(config.resource_pool_spec[pool]) for pool in config.child_pools)
-        slice_s = max(SLICE_S, num_ranks / COLLECTS_PER_S)
+        slice_s = max(MIN_COLLECT_S, num_ranks / COLLECTS_PER_S)
         self._collect_s = slice_s if has_environment(config) or not self._max_tokens else None
         self._takes_weights_within = config.takes_weights_at_once or bool(self._max_tokens)
         self._client: RolloutClient

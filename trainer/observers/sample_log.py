@@ -37,7 +37,7 @@ REGENERATED = "repeated after a resume"
 STEP_AGAIN = "step repeated"
 HOUSE = {"trainer", "abc", "typing", "builtins"}
 """Packages of classes that are not user code."""
-NAMED = 8
+MAX_NAMED = 8
 """Maximum number of samples that an error names."""
 
 
@@ -158,7 +158,7 @@ class SampleLog:
         if differ:
             raise SampleLogError(
                 "the token counts of these samples in the update differ from the sample log "
-                f"({len(differ)} in all): {', '.join(differ[:NAMED])}."
+                f"({len(differ)} in all): {', '.join(differ[:MAX_NAMED])}."
             )
         for sample, num in tokens.items():
             self._close(sample).trained += 1
@@ -205,7 +205,7 @@ class SampleLog:
             if astray:
                 raise SampleLogError(
                     f"the sample log and the run disagree about which groups are {state}: "
-                    f"{sorted(astray)[:NAMED]}."
+                    f"{sorted(astray)[:MAX_NAMED]}."
                 )
         for generator, row in self.rows().items():
             accounted = row["trained"] + row["queued"] + sum(row["dropped"].values())
@@ -370,7 +370,7 @@ class SampleWatch:
         if missing:
             raise SampleLogError(
                 f"the update of step {trainer.global_step} did not get the samples "
-                f"{', '.join(map(_name, missing[:NAMED]))} (uid/index), and no filter dropped "
+                f"{', '.join(map(_name, missing[:MAX_NAMED]))} (uid/index), and no filter dropped "
                 "them."
             )
         ours = {sample: num for sample, num in tokens.items() if sample in self._samples}

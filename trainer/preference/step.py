@@ -88,7 +88,7 @@ def sft_length(num_tokens: Tensor) -> Tensor:
     return num_tokens[:, 0].double().mean().expand(len(num_tokens)).clone()
 
 
-ONE_ROW = 1e-6
+ROUNDING = 1e-6
 """Rounding tolerance for the fraction `desirable`; one row is a larger fraction."""
 
 
@@ -229,7 +229,7 @@ def shown(metrics: Metrics, prefix: str) -> Metrics:
         per_row, length = metrics[f"{prefix}/kl/row"], metrics[f"{prefix}/lengths/mean"]
         metrics[f"{prefix}/kl/token"] = per_row / length
     share = metrics.get(f"{prefix}/desirable", 0.5)
-    if ONE_ROW < share < 1 - ONE_ROW:
+    if ROUNDING < share < 1 - ROUNDING:
         return metrics
     absent = ("/chosen" if share < 0.5 else "/rejected", "rewards/margin")
     return {name: value for name, value in metrics.items() if not name.endswith(absent)}

@@ -36,7 +36,7 @@ from workers.models.load import check_score_head, check_weights
 from workers.models.precision import name_of as dtype_name
 from workers.models.precision import rollout_dtype
 from workers.rewards.outcome import NO_REWARD, with_source
-from workers.rewards.weighted import SLOW_S, Rewards
+from workers.rewards.weighted import FIRST_MESSAGE_S, Rewards
 from workers.rollout.build_engine import resolve_engine, user_engine
 
 
@@ -216,7 +216,7 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
             continue
         row = synthetic_responses(prompts, prompts.rows[:1].tolist(), tokenizer, width)
         future = part.manager.remote(row)
-        wait([future], SLOW_S)
+        wait([future], FIRST_MESSAGE_S)
         if not future.done():
             rewards.note_slow(part, "the first row, before models are loaded")
         scored, label = future.result(), part.config.label

@@ -50,11 +50,11 @@ RECORD = ".uploaded.json"
 """The file of the local copy that says which version of each file is in the store."""
 NOT_UPLOADED = ("run.lock", LOCK, RECORD)
 """Files that are not uploaded."""
-SCAN_S = 15.0
+SCAN_EVERY_S = 15.0
 """Seconds between two looks for changed files."""
-BEAT_S = 15.0
+HEARTBEAT_S = 15.0
 """Seconds between two changes of the lock."""
-SILENT_S = 3 * BEAT_S
+LOCK_TIMEOUT_S = 3 * HEARTBEAT_S
 """Seconds without a change of the lock after which its owner counts as dead."""
 LAST_TRIES = 3
 """Number of attempts to upload the last files when the run ends."""
@@ -169,7 +169,7 @@ class RemoteRun:
         self._closed.set()
         beater.join()
         if not self._taken_by:
-            with suppress(Exception):  # a lock that stays counts as dead after SILENT_S
+            with suppress(Exception):  # a lock that stays counts as dead after LOCK_TIMEOUT_S
                 self.remote.system.rm_file(self.remote.path(LOCK))
         if self._error:
             logger.warning(
@@ -207,12 +207,12 @@ class RemoteRun:
             return False
         print(
             f"{self.remote.url} was used by process {there.get('pid')} on {there.get('host')}; "
-            f"waiting {SILENT_S:g} s to see whether that run is alive",
+            f"waiting {LOCK_TIMEOUT_S:g} s to see whether that run is alive",
             flush=True,
         )
-        until = time.monotonic() + SILENT_S
+        until = time.monotonic() + LOCK_TIMEOUT_S
         while time.monotonic() < until:
-            time.sleep(min(1.0, SILENT_S / 10))
+            time.sleep(min(1.0, LOCK_TIMEOUT_S / 10))
             now = self._read_lock()
             if now != there:
                 return bool(now)
@@ -232,7 +232,7 @@ class RemoteRun:
 
     def _beat(self) -> None:
         number = 0
-        while not self._closed.wait(BEAT_S) and not self._taken_by:
+        while not self._closed.wait(HEARTBEAT_S) and not self._taken_by:
             number += 1
             with suppress(Exception):  # the uploads report a store that fails
                 self._keep_lock(number)
@@ -279,7 +279,7 @@ class RemoteRun:
         """Upload changes in a loop, until the run closes the uploads."""
         num_last = 0
         while num_last < LAST_TRIES:
-            num_last += self._closing.wait(SCAN_S)
+            num_last += self._closing.wait(SCAN_EVERY_S)
             if self._taken_by:
                 return
             try:
@@ -292,7 +292,7 @@ class RemoteRun:
                         *(self.remote.url, describe(error), self.folder),
                     )
                 self._error = describe(error)
-                self._closed.wait(SCAN_S)
+                self._closed.wait(SCAN_EVERY_S)
                 continue
             if self._error:
                 logger.warning("%s takes uploads again.", self.remote.url)

@@ -49,7 +49,7 @@ from workers.config.model import IMAGE_BACKEND
 IMAGES_BY = "the backend of transformers' image processors"
 """The entry of a marker's `inputs` with this backend, if a model of the run reads images."""
 LATEST = "latest_checkpointed_iteration.txt"
-MOST = 2**53
+MAX_COUNT = 2**53
 """The largest count that JSON numbers represent exactly."""
 WANDB_ID = "wandb_run_id.txt"
 """The file with the id of the W&B run, which a resumed run continues."""
@@ -190,7 +190,9 @@ class ResumePoint:
             for name, number in _numbers({key: state[key] for key in state.keys() - {"alarms"}}):
                 if isinstance(number, float) and not math.isfinite(number):
                     raise ValueError(f"{name} is {number}")
-                if name.startswith("num_") and not (type(number) is int and 0 <= number < MOST):
+                if name.startswith("num_") and not (
+                    type(number) is int and 0 <= number < MAX_COUNT
+                ):
                     raise ValueError(f"{name} is {number!r:.40}, not a count")
         except ValueError as error:
             raise DamagedCheckpointError(f"{start / 'trainer.json'} is damaged: {error}") from error

@@ -24,7 +24,7 @@ from typing import Any
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Schedulers, Ctrl-C and a closing terminal send these signals, and so does Slurm, on request,
 before the end of a job."""
-SAME_S = 1.0
+REPEATED_SIGNAL_S = 1.0
 """Seconds within which a repeated signal does not count."""
 EXIT_OF_SIGTERM, EXIT_OF_CTRL_C = 143, 130
 """Exit codes that shells expect after a signal: 128 plus the signal's number."""
@@ -89,7 +89,7 @@ class StopSignals:
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         """Handle a signal: the first ends the run after the step, the second at once."""
         now = time.monotonic()
-        if number == self._last and now - self._last_at < SAME_S:
+        if number == self._last and now - self._last_at < REPEATED_SIGNAL_S:
             return
         self._last, self._last_at = number, now
         if self._has_raised:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 BOOKKEEPING = ("timing", "perf/", "val-", "training/")
 """Prefixes of metrics that do not show whether the model learns."""
 MAX_NUMBERS = 3
-EVERY_S = 1.0
+LINE_EVERY_S = 1.0
 """Shortest time between two lines of the console, except for lines that are always printed."""
 MAX_SAMPLES = 16
 """Maximum number of rows of a table of samples."""
@@ -105,7 +105,7 @@ class Console:
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Show a step's metrics in the progress bar, or print them on a line.
 
-        Lines of steps without scores are printed at most every `EVERY_S` seconds.
+        Lines of steps without scores are printed at most every `LINE_EVERY_S` seconds.
         """
         numbers, scores = numbers_of(metrics, self._headline), scores_of(metrics)
         text = "  ".join(numbers)
@@ -133,7 +133,7 @@ class Console:
             left = f"  {timedelta(seconds=round(seconds * (self._total - step)))} left"
         self._waiting = [f"step {step}/{self._total}  {text or 'validation'}{left}"]
         self._waiting += [f"    {score}" for score in scores]
-        is_due = time.monotonic() - self._printed >= EVERY_S
+        is_due = time.monotonic() - self._printed >= LINE_EVERY_S
         if is_due or scores or is_last or step == 1:
             self._print()
 

@@ -40,19 +40,19 @@ from verl_like.errors import VerlLikeError
 from verl_like.process.machine import ON_THIS_MACHINE, http_url
 
 logger = logging.getLogger(__name__)
-HOLD_S = 30.0
+LONGEST_POLL_S = 30.0
 """Maximum seconds that a poll waits for a result; the SDK's own timeout is 45 s."""
-GAP_S = 120.0
+SEQ_ID_TIMEOUT_S = 120.0
 """Maximum seconds that requests of a model wait for a lower `seq_id` that has not arrived."""
-SILENT_S = 1800.0
+SESSION_TIMEOUT_S = 1800.0
 """A session that sends no request for this long ends; the SDK sends a heartbeat every 10 s."""
 CLEANUP_S = 5.0
 """Pause between two runs of the janitor."""
-LARGEST = 64 * 2**20
+MAX_BODY_BYTES = 64 * 2**20
 """Maximum size of a request body in bytes."""
-MAX_DROPPED = 2**30
+MAX_DROPPED_BYTES = 2**30
 """Maximum bytes of a rejected body that are read, so that the client gets the answer."""
-SWITCH_S = 0.001
+THREAD_SWITCH_S = 0.001
 """Python's thread switch interval while the server runs; the default is 5 ms."""
 KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open; clients pause less between requests."""
@@ -147,13 +147,13 @@ class Api:
         body, size = bytearray(), 0
         async for part in request.stream():
             size += len(part)
-            if size > LARGEST and problem is None:
+            if size > MAX_BODY_BYTES and problem is None:
                 body.clear()
-                text = f"the body exceeds {LARGEST} bytes. Send less per request."
+                text = f"the body exceeds {MAX_BODY_BYTES} bytes. Send less per request."
                 problem = RequestError(text, 413)
             if problem is None:
                 body += part
-            elif size > MAX_DROPPED:
+            elif size > MAX_DROPPED_BYTES:
                 break
         if problem is not None:
             raise problem
@@ -196,8 +196,8 @@ class Api:
             await asyncio.sleep(CLEANUP_S)
             try:
                 for opened in self.sessions.all_models():
-                    opened.turns.give_up(GAP_S)
-                for session in self.sessions.silent_for(SILENT_S):
+                    opened.turns.give_up(SEQ_ID_TIMEOUT_S)
+                for session in self.sessions.silent_for(SESSION_TIMEOUT_S):
                     self.training.end_session(session)
                 await asyncio.to_thread(self.work_queue.checkpoints.delete_expired)
             except Exception as error:  # noqa: BLE001 - the next round may succeed
@@ -262,10 +262,10 @@ class Api:
         raise RequestError(f"this server does not support {route}.", 404)
 
     async def retrieve(self, request: Request) -> Response:
-        """Wait for a result; after `HOLD_S`, tell the client to poll again."""
+        """Wait for a result; after `LONGEST_POLL_S`, tell the client to poll again."""
         fields = await self._fields(request)
         pending = self.pending_results.find(fields.get("request_id"))
-        result = await pending.wait(HOLD_S)
+        result = await pending.wait(LONGEST_POLL_S)
         if result is None:
             again = {"type": "try_again", "request_id": pending.request_id, "queue_state": "active"}
             return JSONResponse(again)
@@ -337,7 +337,7 @@ def open_api(work_queue: WorkQueue, host: str, port: int, token: str) -> Iterato
 
 def serve(config: Any, host: str, port: int, token: str, aliases: Mapping[str, str]) -> None:
     """Serve until SIGINT or SIGTERM."""
-    sys.setswitchinterval(SWITCH_S)
+    sys.setswitchinterval(THREAD_SWITCH_S)
     with started(config, aliases) as work_queue, open_api(work_queue, host, port, token) as url:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: work_queue.stop())

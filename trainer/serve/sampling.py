@@ -35,11 +35,11 @@ from workers.rollout.client import RolloutClient, Submission
 if TYPE_CHECKING:
     from workers.images import ImageRef
 
-FAIR_S = 2.0
+OTHER_KIND_WAIT_S = 2.0
 """No more requests join a batch once a request of another kind has waited this long."""
 GATHER_S, LONGEST_GATHER_S = 0.01, 0.2
 """Seconds from the last request of a batch to its start, and the most from the first request."""
-SHORTEST = 16
+MIN_TOKEN_LIMIT = 16
 """Smallest token limit of a batch; limits are powers of two, so that more requests run together."""
 
 NO_LOG_PROB = -99999.0
@@ -118,7 +118,7 @@ class SampleRequest:
             targets = targets.reshape(rows, width)
             limits.check_tokens(np.maximum(targets, 0), "target_prompt_logprobs")
         stops: Sequence[int | str] = eos if settings.stop is None else settings.stop
-        longest = max(SHORTEST, 1 << (most - 1).bit_length())
+        longest = max(MIN_TOKEN_LIMIT, 1 << (most - 1).bit_length())
         params = SamplingParams(
             temperature=settings.temperature or 1.0,
             do_sample=settings.temperature > 0,
@@ -245,7 +245,7 @@ class SamplingLoop:
         """Take the waiting requests that may run now; all are of one kind."""
         if not self._waiting:
             return []
-        running, late = self._running, time.monotonic() - FAIR_S
+        running, late = self._running, time.monotonic() - OTHER_KIND_WAIT_S
         scoring = [request for request in self._waiting if request.sampler.role != "actor"]
         kind = (scoring or running or self._waiting)[0].kind
         waits_long = any(r.kind != kind and r.since < late for r in self._waiting)

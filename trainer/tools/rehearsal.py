@@ -36,7 +36,7 @@ from trainer.config.schema import RunConfig
 from trainer.launch import run_steps, trainer_class
 from trainer.rollouts.preflight import synthetic_responses
 from trainer.run_folder.saved_model import find_saved_model
-from trainer.tools.small_models import LARGEST, LENGTHS, VOCABULARIES, shrunk
+from trainer.tools.small_models import LENGTHS, MAX_PARAMETERS, VOCABULARIES, shrunk
 from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, RewardError, WaitTimeoutError
 from verl_like.placement.pools import expand_roles
@@ -457,7 +457,7 @@ def _small(config: Any, path: str) -> Any:
             _keep_tokens(config, small)
             with torch.device("meta"):
                 size = class_of(config)._from_config(small).num_parameters()
-            if size <= 2 * LARGEST:
+            if size <= 2 * MAX_PARAMETERS:
                 return small
             failures.append(f"its smallest model has {size:,} parameters")
         except (*MODEL_ERRORS, StrictDataclassError) as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 from workers.models.support import LIMITS
 
-LIMIT = 16
+MAX_CONTEXT = 16
 """Largest window, chunk and original context length of a small model, in tokens.
 
 Limits that no row of the run exceeds are `POSITIONS` instead.
@@ -23,7 +23,7 @@ Limits that no row of the run exceeds are `POSITIONS` instead.
 POSITIONS = 128
 """Number of positions of a small model."""
 VOCABULARY = 64
-LARGEST = 80_000_000
+MAX_PARAMETERS = 80_000_000
 """Parameters of the largest small model, which takes a second or two to build."""
 
 LENGTHS = (
@@ -213,7 +213,7 @@ def _parts(rope: Any) -> list[dict[str, Any]]:
 
 
 def _small_limit(value: int, longest: int | None) -> int:
-    return min(value, LIMIT) if longest is None or value < longest else POSITIONS
+    return min(value, MAX_CONTEXT) if longest is None or value < longest else POSITIONS
 
 
 def _shrink_rope(rope: dict[str, Any], fields: dict[str, Any], longest: int | None) -> None:

@@ -47,7 +47,7 @@ from verl_like.process.machine import process_state
 
 logger = logging.getLogger(__name__)
 URGENT_REQUESTS = ("stacks", "concurrent", "kill")
-KEY_S = 5.0
+KEY_TIMEOUT_S = 5.0
 """Seconds in which a new connection must send the key."""
 KEY_BYTES = 16
 STOPPED_S = 15.0
@@ -254,7 +254,7 @@ def listen(address: str, host: WorkerHost) -> Endpoint:
 def connect(endpoint: Endpoint, describe_exit: Callable[[], str]) -> Requests:
     """Connect to an endpoint and return the driver's end, or raise `WorkerDiedError`."""
     try:
-        connected = socket.create_connection((endpoint.address, endpoint.port), KEY_S)
+        connected = socket.create_connection((endpoint.address, endpoint.port), KEY_TIMEOUT_S)
         connected.sendall(endpoint.key)
     except OSError as error:
         raise WorkerDiedError(f"{describe_exit()} ({error})") from None
@@ -273,7 +273,7 @@ def _let_in(
     connected: socket.socket, listening: socket.socket, key: bytes, host: WorkerHost
 ) -> None:
     """Serve a connection that sends the key, and then accept no other one."""
-    connected.settimeout(KEY_S)
+    connected.settimeout(KEY_TIMEOUT_S)
     sent = b""
     with contextlib.suppress(OSError):
         while len(sent) < len(key) and (chunk := connected.recv(len(key) - len(sent))):
@@ -363,4 +363,4 @@ class ProcessTransport(Transport):
 
     def kill(self, rank: int) -> None:
         """Ask the process to kill itself, and wait at most 5 s until its connection breaks."""
-        wait_futures([self.requests[rank].ask("kill")], KEY_S)
+        wait_futures([self.requests[rank].ask("kill")], KEY_TIMEOUT_S)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-SOON_S = 1.0
+FIRST_WAIT_S = 1.0
 """Seconds in which all answers are awaited by one request, before any check of the ranks."""
 AFTER_DEATH_S = 1.0
 """Seconds in which the other ranks may still finish after one has died.
@@ -330,7 +330,7 @@ def _read_together(futures: Sequence[WorkerFuture], timeout: float | None) -> No
     calls = [(future, call) for future in futures for call in future.open]
     if not calls:
         return
-    seconds = [SOON_S] if timeout is None else [SOON_S, max(0.0, timeout)]
+    seconds = [FIRST_WAIT_S] if timeout is None else [FIRST_WAIT_S, max(0.0, timeout)]
     for future in futures:
         limits = future.transport.deadlines
         seconds += [limits.call_s, limits.min_call_s, limits.warn_s]
@@ -358,7 +358,7 @@ def _read_payloads(futures: Sequence[WorkerFuture]) -> None:
     ]
     if absent:
         references = [call.payload for _, call in absent]
-        payloads = _fetch_each(absent[0][0].transport, references, SOON_S)
+        payloads = _fetch_each(absent[0][0].transport, references, FIRST_WAIT_S)
         for (future, call), (value, lost) in zip(absent, payloads, strict=True):
             call.value = value
             if lost is not None:

@@ -210,8 +210,8 @@ COLLECT_S = 0.05
 """Seconds that the engine may generate between two polls of the environments."""
 BATCH_S = 0.005
 """While the engine is idle, answers that arrive within these seconds are handled together."""
-GATHER = 8
-"""New trajectories wait until there is one per `GATHER` running ones, or for `MAX_WAITS` polls.
+RUNNING_PER_NEW = 8
+"""New trajectories wait until there is one for this many running ones, or for `MAX_WAITS` polls.
 
 A pass that reads few prompts costs almost as much as a pass that reads many.
 """
@@ -406,13 +406,13 @@ class TurnLoop:
         return count
 
     def _submit_ready(self) -> None:
-        """Submit the samples that are ready; if all are first turns, they may wait (`GATHER`)."""
+        """Submit the samples that are ready; first turns may have to wait (`RUNNING_PER_NEW`)."""
         ready = self._in(TrajectoryState.READY)
         if not ready:
             return
         self._num_waits += 1
         num_running = len(self._in(TrajectoryState.ENGINE))
-        are_few = len(ready) * GATHER < num_running and self._num_waits < MAX_WAITS
+        are_few = len(ready) * RUNNING_PER_NEW < num_running and self._num_waits < MAX_WAITS
         if are_few and not any(trajectory.num_turns for trajectory in ready):
             return
         for trajectory in ready:

@@ -225,9 +225,9 @@ def _vocabulary(path: str) -> dict[str, int] | None:
     return dict(tokenizer.get_vocab())
 
 
-SECONDS = 10.0
+RENDER_TIMEOUT_S = 10.0
 """Time limit for rendering a message of one letter."""
-MEMORY = 2**30
+RENDER_MEMORY_BYTES = 2**30
 """Memory limit for rendering a message of one letter, in bytes."""
 
 
@@ -245,8 +245,8 @@ def check_template(tokenizer: Any) -> None:
     child.start()
     sender.close()
     try:
-        problem = f"it wrote no chat within {SECONDS:g} s"
-        if problems.poll(SECONDS):
+        problem = f"it wrote no chat within {RENDER_TIMEOUT_S:g} s"
+        if problems.poll(RENDER_TIMEOUT_S):
             problem = problems.recv()
     except EOFError:
         problem = "its process died"
@@ -265,13 +265,13 @@ def _try(tokenizer: Any, problems: Connection) -> None:
     """Render the message; describe a memory error. Other errors are reported later, per row."""
     with open("/proc/self/statm", encoding="ascii") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MEMORY, now + MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (now + RENDER_MEMORY_BYTES, now + RENDER_MEMORY_BYTES))
     message = {"role": "user", "content": "a"}
     problem = ""
     try:
         tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
     except MemoryError:
-        problem = f"it uses more than {MEMORY // 2**20:,} MiB"
+        problem = f"it uses more than {RENDER_MEMORY_BYTES // 2**20:,} MiB"
     except Exception:  # noqa: BLE001 - process boundary
         pass
     problems.send(problem)

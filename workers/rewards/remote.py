@@ -307,9 +307,9 @@ def _token(variable: str) -> str:
 
 LONGEST_REQUEST = 256 * 2**20
 """Requests with more bytes are rejected."""
-MAX_DROPPED = 65536
+MAX_DROPPED_BYTES = 65536
 """Maximum bytes of an unauthorized request that are read and dropped."""
-PATIENCE_S = 60.0
+CLIENT_TIMEOUT_S = 60.0
 """Seconds without data from a client after which its connection is closed."""
 
 
@@ -358,7 +358,7 @@ class _RewardHandler(BaseHTTPRequestHandler):
     """Scores the samples of a POST request."""
 
     server: RewardServer
-    timeout = PATIENCE_S
+    timeout = CLIENT_TIMEOUT_S
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:  # noqa: N802 - name in the base class
@@ -371,7 +371,7 @@ class _RewardHandler(BaseHTTPRequestHandler):
             self._answer(401, {"error": "the bearer token is missing or wrong"})
             if length.isdecimal():  # closing a socket with unread bytes could drop the reply
                 with suppress(OSError):  # the client is gone
-                    self.rfile.read(min(int(length), MAX_DROPPED))
+                    self.rfile.read(min(int(length), MAX_DROPPED_BYTES))
             return
         if not length.isdecimal() or int(length) > LONGEST_REQUEST:
             self.close_connection = True  # unread bytes would be taken for the next request

@@ -45,7 +45,7 @@ PROGRAM_RULES = {
 """Module and name of the built-in functions that run a model's programs."""
 MAX_PROCESSES = 8
 """Maximum number of processes for a batch, at most one per core."""
-SLOW_S = 1.0
+ADD_PROCESS_EVERY_S = 1.0
 """An unfinished batch gets one more process each time that so many seconds have passed."""
 LOOK_S = 0.2
 """Maximum seconds until the end of `give_up` is noticed."""
@@ -152,7 +152,7 @@ class Scorer:
         began = time.monotonic()
         end = began + self._batch_deadline
         while (self._groups or self._begun) and not self._is_given_up and time.monotonic() < end:
-            most = min(self._most, 1 + int((time.monotonic() - began) / SLOW_S))
+            most = min(self._most, 1 + int((time.monotonic() - began) / ADD_PROCESS_EVERY_S))
             self._send_samples(most, end)
             if self._groups and len(self._pool.processes) + len(problems) < most:
                 try:

@@ -46,10 +46,10 @@ SKIPPED = "reward_extra/skipped"
 """Column that is 1 if a sample is excluded from the update because a reward failed; else 0."""
 COUNTS = ("reward/num_failed", "reward/num_timed_out")
 """Metrics that are sums over all rewards."""
-NAMED = 3
+MAX_NAMED = 3
 """Maximum number of samples that an error names."""
 SMALLEST_SPREAD = 1e-6
-SLOW_S = 10.0
+FIRST_MESSAGE_S = 10.0
 """Seconds after which the run says that it waits for a reward."""
 CHECK_S = 1.0
 """Seconds between checks for lost workers while a function or server is scoring."""
@@ -252,7 +252,7 @@ class Rewards:
             self._slow.add(part.config.name)
             logger.warning(
                 "the run has waited %g s for %s, which scores %s (timeout_s=%g per sample)",
-                *(SLOW_S, part.config.label, work, part.config.timeout_s),
+                *(FIRST_MESSAGE_S, part.config.label, work, part.config.timeout_s),
             )
 
     def close(self) -> None:
@@ -336,7 +336,7 @@ class WeightedScores:
         """Reject sums that are NaN or infinite in float32."""
         wrong = (~total.isfinite().all(dim=-1)).nonzero().flatten().tolist()
         if wrong:
-            named = ", ".join(str(self._uids[row]) for row in wrong[:NAMED])
+            named = ", ".join(str(self._uids[row]) for row in wrong[:MAX_NAMED])
             raise RewardError(
                 f"the scores of {len(wrong)} of {len(total)} samples are NaN or infinite in "
                 "float32 after rewards are weighted and added, such as those of uid "
@@ -354,7 +354,7 @@ class WeightedScores:
         while not future.done() and time.monotonic() < end:
             wait([future], min(end - time.monotonic(), CHECK_S))
             self._check(str(self))  # for lost workers, which no call would detect
-            if time.monotonic() - began > SLOW_S and not future.done():
+            if time.monotonic() - began > FIRST_MESSAGE_S and not future.done():
                 self._rewards.note_slow(part, f"{len(self._mask)} samples")
         term: TermScores = future.result(timeout=0)
         self._rewards.note_failures(part, term)

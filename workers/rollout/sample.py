@@ -422,7 +422,7 @@ def _choices(sample: Sample, no_choices: Tensor) -> Tensor:
 
 
 COLUMN = "sample_hash"
-NAMED = 3
+MAX_NAMED = 3
 """Maximum number of samples that an error names."""
 
 
@@ -459,10 +459,10 @@ def check_sample_hashes(batch: DataProto) -> dict[str, float]:
     wrong = sorted({*wrong, *observed})
     if wrong:
         uids, indices = batch.non_tensor_batch["uid"], batch.padded("sample_index").tolist()
-        names = ", ".join(f"{uids[row]}/{indices[row]}" for row in wrong[:NAMED])
+        names = ", ".join(f"{uids[row]}/{indices[row]}" for row in wrong[:MAX_NAMED])
         raise BatchError(
             f"{len(wrong)} of {len(batch)} samples differ from what the rollout sampled (hash "
-            f"mismatch; uid/index: {names}{', …' if len(wrong) > NAMED else ''}): prompts, "
+            f"mismatch; uid/index: {names}{', …' if len(wrong) > MAX_NAMED else ''}): prompts, "
             "responses, token_versions, position_ids or response_mask were changed after "
             f"sampling. If a stage or hook changes tokens on purpose, let it also drop the "
             f"column {COLUMN!r}."

@@ -26,7 +26,7 @@ from verl_like.errors import VerlLikeError, WeightSyncError
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
-ALONE_S = 3.0
+GRACE_S = 3.0
 """Seconds that one side of a sync may continue after the other has failed."""
 
 
@@ -152,7 +152,7 @@ def _transfer(
     sides = [_Side("receive_weights", receive, version, give_up)]
     sides.append(_Side("send_weights", send, version, give_up))
     try:
-        gather(*sides, grace_s=ALONE_S)
+        gather(*sides, grace_s=GRACE_S)
     except WeightSyncError:
         if any(side.reports is None for side in sides):
             raise
@@ -185,7 +185,7 @@ class _Side:
                 _raise_errors(reports, self._version)
         except Exception:
             with suppress(VerlLikeError):  # the sender may be gone
-                self._give_up().get(timeout=ALONE_S)
+                self._give_up().get(timeout=GRACE_S)
             raise
 
     def __str__(self) -> str:

@@ -110,7 +110,7 @@ def test_a_deadlock_is_an_error_that_says_who_waits_for_what() -> None:
 def test_a_long_wait_for_a_batch_warns_who_waits_for_what(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.async_training.buffer.LOOK_S", 0.02)
+    monkeypatch.setattr("trainer.async_training.buffer.CHECK_EVERY_S", 0.02)
     buffer = make_buffer(chunk=4, warn_after_idle_s=0.05)
     buffer.join(0)
     chunk = begin(buffer)

@@ -154,8 +154,8 @@ class KillTrainer:
 def test_a_trainer_lost_during_a_long_generation_ends_the_run_at_once(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer, "LOOK_S", 0.1)
-    monkeypatch.setattr(generators, "END_S", 0.1)
+    monkeypatch.setattr(buffer, "CHECK_EVERY_S", 0.1)
+    monkeypatch.setattr(generators, "END_TIMEOUT_S", 0.1)
     settings = (
         *SETTINGS,
         "async_training.max_staleness=0",

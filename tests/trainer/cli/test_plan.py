@@ -16,7 +16,7 @@ from trainer.ppo.recipe import load_config
 from trainer.tools.planner.job import cluster_keys
 from trainer.tools.planner.ppo import PPOJob
 from trainer.tools.planner.search import PlannedPlacement
-from trainer.tools.planner.text import SHOWN, plan_text, split_valid, three_digits
+from trainer.tools.planner.text import MAX_SHOWN, plan_text, split_valid, three_digits
 from verl_like.errors import ConfigError
 from workers.memory import pool_bytes
 
@@ -69,7 +69,7 @@ def test_a_run_accepts_a_plan_and_counts_its_bytes(
         partitions = {frozenset(tuple(pool.roles) for pool in p.pools) for p in placements}
         assert len(partitions) == len(placements) <= most
         best, _ = split_valid(job, placements)
-        assert len(best) == min(SHOWN, most)
+        assert len(best) == min(MAX_SHOWN, most)
         for placement in best:
             cluster = cluster_keys(job.device, 16, 8)
             config = load_config([*job.settings, *overrides_of(cluster), *job.overrides(placement)])
@@ -122,7 +122,7 @@ def test_a_rejected_placement_is_not_listed_as_slower(
     monkeypatch.setattr(PPOJob, "rejection", lambda _, p: None if p.summary == last else "an error")
     text = plan_text(job)
     assert "Placements that a run rejects:\n" in text
-    assert text.count(": an error") == min(SHOWN, len(placements) - 1)
+    assert text.count(": an error") == min(MAX_SHOWN, len(placements) - 1)
     assert "Slower than" not in text
 
 

@@ -149,7 +149,7 @@ def test_a_row_without_a_ground_truth_is_tried_with_its_prompt(
 def test_a_run_that_waits_for_its_reward_says_so(
     start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainer.rollouts.preflight.SLOW_S", 0.2)
+    monkeypatch.setattr("trainer.rollouts.preflight.FIRST_MESSAGE_S", 0.2)
     with pytest.raises(StartedError), caplog.at_level("WARNING"):
         start("slow")
     (text,) = [text for text in caplog.messages if "has waited" in text]

@@ -26,9 +26,9 @@ from verl_like.errors import ConfigError
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(remote, "SCAN_S", 0.05)
-    monkeypatch.setattr(remote, "BEAT_S", 0.2)
-    monkeypatch.setattr(remote, "SILENT_S", 1.0)
+    monkeypatch.setattr(remote, "SCAN_EVERY_S", 0.05)
+    monkeypatch.setattr(remote, "HEARTBEAT_S", 0.2)
+    monkeypatch.setattr(remote, "LOCK_TIMEOUT_S", 1.0)
 
 
 @pytest.fixture

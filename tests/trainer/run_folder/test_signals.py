@@ -44,7 +44,7 @@ def test_a_signal_repeated_at_once_counts_once(monkeypatch: pytest.MonkeyPatch) 
     with StopSignals() as stop, stop.deferred():
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
-        monkeypatch.setattr("trainer.run_folder.signals.SAME_S", 0.0)
+        monkeypatch.setattr("trainer.run_folder.signals.REPEATED_SIGNAL_S", 0.0)
         with pytest.raises(RunInterrupted, match="SIGTERM at once"):
             signal.raise_signal(signal.SIGTERM)
 

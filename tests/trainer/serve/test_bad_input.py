@@ -120,16 +120,16 @@ def test_a_client_that_dies_between_chunks_loses_its_session(
             connection.close()
         # nobody sends chunk 1
         assert train(healthy.model(work_queue.base_model, 2, seed=4)) == alone
-        monkeypatch.setattr(app, "GAP_S", 0.0)
+        monkeypatch.setattr(app, "SEQ_ID_TIMEOUT_S", 0.0)
         for promise in waiting:
             with pytest.raises(FailedError, match="user: seq_id 1 did not arrive within 0 s"):
                 healthy.result(promise)
-        monkeypatch.setattr(app, "GAP_S", 120.0)
-        monkeypatch.setattr(app, "SILENT_S", 0.0)
+        monkeypatch.setattr(app, "SEQ_ID_TIMEOUT_S", 120.0)
+        monkeypatch.setattr(app, "SESSION_TIMEOUT_S", 0.0)
         sessions = healthy.get("sessions")["sessions"]
         while sessions:
             sessions = healthy.get("sessions")["sessions"]
-        monkeypatch.setattr(app, "SILENT_S", 1800.0)
+        monkeypatch.setattr(app, "SESSION_TIMEOUT_S", 1800.0)
         with pytest.raises(FailedError, match="410: the session has ended"):
             healthy.post("session_heartbeat", session_id=dying.session)
         with Client(url) as late:

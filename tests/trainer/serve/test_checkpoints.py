@@ -103,7 +103,7 @@ def test_the_janitor_goes_on_after_an_exception_and_says_so_once(
     ):
         monkeypatch.setattr(work_queue.checkpoints, "delete_expired", fail)
         wait_until(lambda: len(rounds) > 3)
-        monkeypatch.setattr(app, "SILENT_S", 0.0)
+        monkeypatch.setattr(app, "SESSION_TIMEOUT_S", 0.0)
         wait_until(lambda: not client.get("sessions")["sessions"])
     assert caplog.text.count("the disk is gone") == 1
 

@@ -131,7 +131,7 @@ def test_connections_without_a_key_do_not_delay_the_driver(
         stranger(endpoint, stack)
     began = time.monotonic()
     assert connect(endpoint).ask("stacks").result(LIMIT_S) == "idle"
-    assert time.monotonic() - began < rpc.KEY_S / 2, "each of them may take KEY_S"
+    assert time.monotonic() - began < rpc.KEY_TIMEOUT_S / 2, "each of them may take KEY_TIMEOUT_S"
 
 
 def test_a_key_may_arrive_in_pieces(endpoint: Endpoint, stack: ExitStack) -> None:
@@ -159,7 +159,7 @@ def test_a_wrong_or_partial_key_is_rejected(
 def test_a_silent_connection_is_closed_after_a_timeout(
     host: Any, stack: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rpc, "KEY_S", 0.1)
+    monkeypatch.setattr(rpc, "KEY_TIMEOUT_S", 0.1)
     assert stranger(rpc.listen("127.0.0.1", host), stack).recv(1) == b""
 
 

@@ -49,8 +49,8 @@ def tokenizer_with(template: Any) -> Any:
 def test_a_bomb_is_rejected_and_uses_no_memory_of_this_process(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "MEMORY", 2**28)
-    monkeypatch.setattr(folder, "SECONDS", 100)
+    monkeypatch.setattr(folder, "RENDER_MEMORY_BYTES", 2**28)
+    monkeypatch.setattr(folder, "RENDER_TIMEOUT_S", 100)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(
         ConfigError,
@@ -61,7 +61,7 @@ def test_a_bomb_is_rejected_and_uses_no_memory_of_this_process(
 
 
 def test_a_template_that_never_ends_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "SECONDS", 0.5)
+    monkeypatch.setattr(folder, "RENDER_TIMEOUT_S", 0.5)
     template = LOOP + LOOP + "{% endfor %}{% endfor %}a"
     with pytest.raises(ConfigError, match=r"of one letter: it wrote no chat within 0\.5 s"):
         check_template(tokenizer_with(template))

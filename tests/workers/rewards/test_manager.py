@@ -218,7 +218,7 @@ def test_the_default_rule_is_left_out_next_to_a_reward_model(
 def test_a_slow_batch_gets_more_processes(
     managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "SLOW_S", 0.2)
+    monkeypatch.setattr(scorer, "ADD_PROCESS_EVERY_S", 0.2)
     monkeypatch.setattr(scorer, "usable_cores", lambda: 4)
     manager = managers(deadline=2.0)
     quick = manager.remote(make_batch(tokenizer, ["a"] * 20, [""] * 20)).result()
@@ -240,7 +240,7 @@ def test_a_slow_batch_gets_more_processes(
 def test_other_processes_score_if_one_does_not_start(
     managers: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(scorer, "SLOW_S", 0.1)
+    monkeypatch.setattr(scorer, "ADD_PROCESS_EVERY_S", 0.1)
     monkeypatch.setattr(scorer, "usable_cores", lambda: 2)
     manager = managers(deadline=3.0)
     manager.remote(make_batch(tokenizer, ["a"], [""])).result()
@@ -291,7 +291,7 @@ def test_other_numbers_of_the_function_become_columns(managers: Any, tokenizer: 
 def test_a_manager_closes_immediately_even_if_its_function_hangs(
     tokenizer: Any, managers: Any, monkeypatch: pytest.MonkeyPatch, name: str, slow_s: float
 ) -> None:
-    monkeypatch.setattr(scorer, "SLOW_S", slow_s)
+    monkeypatch.setattr(scorer, "ADD_PROCESS_EVERY_S", slow_s)
     monkeypatch.setattr(scorer, "usable_cores", lambda: 2)
     manager = managers(name, deadline=50.0 + slow_s)  # only this test uses it
     future = manager.remote(make_batch(tokenizer, ["a"] * 4, ["hang"] * 4))

@@ -64,7 +64,7 @@ def test_samples_scored_before_a_process_ended_are_not_scored_again(logged: Logg
 def test_a_slow_sample_delays_no_other_sample(
     logged: LoggedScorer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scorer, "SLOW_S", 0.1)
+    monkeypatch.setattr(scorer, "ADD_PROCESS_EVERY_S", 0.1)
     outcomes = logged.score("slow", *["fine"] * 10)
     assert [outcome[0] for outcome in outcomes] == [1.0] * 11
     slow_pid, *fast_pids = [outcome[1]["pid"] for outcome in outcomes]

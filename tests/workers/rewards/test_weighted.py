@@ -228,7 +228,7 @@ def test_the_mean_of_every_reward_leaves_out_skipped_samples() -> None:
 def test_a_step_that_waits_for_a_reward_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(weighted, "SLOW_S", 0.02)
+    monkeypatch.setattr(weighted, "FIRST_MESSAGE_S", 0.02)
     monkeypatch.setattr(weighted, "CHECK_S", 0.01)
     manager: Any = SlowManager()
     rewards = Rewards([RewardTerm(RewardConfig(name="judge"), manager)])

@@ -126,7 +126,7 @@ def test_a_rank_that_stops_at_the_vote_ends_the_sync(
 def test_a_rank_that_never_connects_is_named_before_any_deadline(
     groups: dict[str, Any], role: str, bring: Bring, absent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sync, "ALONE_S", 0.5)
+    monkeypatch.setattr(sync, "GRACE_S", 0.5)
     fail_next_sync(groups, role, "never connects")
     publish_weights(groups["actor"], 1)
     began = time.monotonic()

@@ -163,7 +163,7 @@ def unset_variables(script: str, environment: Mapping[str, str]) -> tuple[list[s
 BASH = shutil.which("bash") or "/bin/bash"
 DEADLINE_S = 20.0
 LIMITS = Sandbox(memory_gib=1.0, cpu_s=20.0, file_gib=1.0, max_processes=64, network=False)
-FEW = 200
+MAX_LINKS = 200
 """Folders with at most this many entries become folders of links."""
 LOGS = (".log", ".out", ".err")
 MAX_OUTPUT = 2**16
@@ -304,7 +304,7 @@ def _link(there: Path, here: str, *, deep: bool = True) -> None:
 def _is_small(folder: str) -> bool:
     try:
         with os.scandir(folder) as entries:
-            return len(list(itertools.islice(entries, FEW + 1))) <= FEW
+            return len(list(itertools.islice(entries, MAX_LINKS + 1))) <= MAX_LINKS
     except PermissionError:
         return False
 

@@ -114,7 +114,7 @@ ALL_REDUCE_S = 15e-6
 """Seconds of a small all-reduce in a node."""
 PCIE = 32e9
 """Bytes per second between a GPU and its host, one way."""
-BYTES = 2
+BFLOAT16_BYTES = 2
 """Bytes of a number in bfloat16, which passes compute in."""
 POINTS = 32
 """Number of lengths that represent the distribution of lengths."""
@@ -291,7 +291,7 @@ def pass_seconds(
         moved = sums * 8 * here * model.weights / shards * (1 - 1 / dims.replicate)
         exchange = max(exchange, moved / gpus.rate(dims.replicate, shards * dims.tp))
 
-    states = BYTES * on_rank * (1 + 2 * trains) * model.num_layers / dims.pp
+    states = BFLOAT16_BYTES * on_rank * (1 + 2 * trains) * model.num_layers / dims.pp
     visible = 0.0
     if dims.tp > 1:
         visible += 4 * states * model.hidden_size * (1 - 1 / dims.tp) / gpus.rate(dims.tp)
@@ -330,7 +330,7 @@ def decode_seconds(
     """
     device, engines = gpus.device, gpus.count // tp
     samples = -(-rows.samples // engines)
-    per_token = BYTES * model.key_value_numbers / tp
+    per_token = BFLOAT16_BYTES * model.key_value_numbers / tp
     slots = int(min(samples, most_at_once, cache_bytes / (per_token * rows.tokens)))
     if slots < 1 or cache_bytes < per_token * (rows.prompt + rows.responses[-1]):
         return None
@@ -341,7 +341,7 @@ def decode_seconds(
         if tokens is not None:
             token = tokens.at("token", model.num_layers, live)
             return max(token.device, token.host)
-        moved = BYTES * model.read_by(live) / tp + live * context * per_token
+        moved = BFLOAT16_BYTES * model.read_by(live) / tp + live * context * per_token
         busy = max(moved / rates.memory, 2 * model.active * live / tp / rates.products)
         per_layer = DECODE_LAYER_S + 2 * (tp > 1) * ALL_REDUCE_S
         return busy + live * sampler + model.num_layers * per_layer
@@ -365,4 +365,4 @@ def sync_seconds(model: ModelCost, gpus: Gpus, is_shared: bool) -> float:
     """
     missing = 1 - 1 / gpus.count if is_shared else 1.0
     rate = gpus.rate(gpus.count) if is_shared else gpus.rate(2, gpus.per_node)
-    return BYTES * model.weights * missing / rate + CALL_S
+    return BFLOAT16_BYTES * model.weights * missing / rate + CALL_S

@@ -17,7 +17,7 @@ from verl_like.errors import ConfigError
 from verl_like.terminal import draw_table
 from workers.memory import usable_bytes
 
-SHOWN = 5
+MAX_SHOWN = 5
 MAX_GPUS = 4096
 NO_FILES = "data.train_files=rows.parquet"
 """The setting if the user sets no files; the plan does not open this file."""
@@ -45,8 +45,8 @@ def plan_text(job: Job) -> str:
     else:
         not_checked = placements[len(best) + len(rejected) :]
         kind, slower = "placement", _slower_partitions(job, not_checked, best[0])
-    shown = rejected[:SHOWN]
-    more = rejected[SHOWN:]
+    shown = rejected[:MAX_SHOWN]
+    more = rejected[MAX_SHOWN:]
     if more:
         shown.append(f"and {len(more)} more")
     first = best[0]
@@ -77,7 +77,7 @@ def plan_text(job: Job) -> str:
         f"Step: {job.describe_rows}\n{_engine(job)}{PREDICTED} {_evidence(job)}",
         "\n".join(_table(job, best)),
         memory_table(job.memories(config), gpus, heading=f"Memory of {kind} 1"),
-        _listed(f"Slower than {kind} 1:", [*islice(slower, SHOWN)]),
+        _listed(f"Slower than {kind} 1:", [*islice(slower, MAX_SHOWN)]),
         _listed(f"{kind.title()}s that a run rejects:", shown),
         f"Next: check a run with your settings and the keys of {kind} 1{files}:\n  {command}",
     ]
@@ -121,7 +121,7 @@ def split_valid(
             best.append(placement)
         else:
             rejected.append(f"{placement.summary}: {error}")
-        if len(best) == SHOWN:
+        if len(best) == MAX_SHOWN:
             break
     return best, rejected
 

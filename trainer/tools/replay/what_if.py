@@ -34,7 +34,7 @@ HEADLINES = (
 GRAD_NORM, OLD = "actor/grad_norm", "old_log_probs"
 WATCHED = ("training/rollout_probs_diff_mean", "critic/score/mean")
 """Metrics of samples whose tokens, log-probs or rewards are wrong."""
-SMALL = 1e-6
+ROUNDING = 1e-6
 """Metrics below this size are rounding."""
 LOSSES = {"actor": "policy", "critic": "value"}
 Estimate = Callable[[DataProto], tuple[DataProto, dict[str, float]]]
@@ -123,7 +123,7 @@ class Blame:
         most_of = [""] * len(batch)
         for name in watched:
             for row, value in enumerate(without[name]):
-                if abs(numbers[name]) > SMALL and abs(value) < abs(numbers[name]) / 2:
+                if abs(numbers[name]) > ROUNDING and abs(value) < abs(numbers[name]) / 2:
                     most_of[row] = name
         if self.name in numbers:
             self.total = numbers[self.name]

@@ -74,7 +74,7 @@ NOTICES = {
     "authentication.authentication_token_setup": "Token authentication is enabled",
 }
 """Module of Ray -> the beginning of a message that no user of a run can act on."""
-EVERY_S = 1.0
+ATTEMPT_EVERY_S = 1.0
 """Minimum seconds between two attempts to reach an address."""
 NUM_TRIES = 3
 """An address counts as gone after this many failed attempts in a row."""
@@ -326,7 +326,7 @@ class ClusterProbe:
     def _is_gone(self, address: str, port: int) -> bool:
         place = address, port
         with self._trying:  # several waiting threads count as one try
-            if time.monotonic() - self._tried.get(place, -EVERY_S) >= EVERY_S:
+            if time.monotonic() - self._tried.get(place, -ATTEMPT_EVERY_S) >= ATTEMPT_EVERY_S:
                 self._tried[place] = time.monotonic()
                 self._silent[place] = 0 if _answers(place) else self._silent.get(place, 0) + 1
             return self._silent[place] >= NUM_TRIES

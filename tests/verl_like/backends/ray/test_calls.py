@@ -192,7 +192,7 @@ def test_results_of_late_calls_of_a_pool_come_in_one_request(
     group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, get = [], ray.get
-    monkeypatch.setattr(future, "SOON_S", 0.01)
+    monkeypatch.setattr(future, "FIRST_WAIT_S", 0.01)
     monkeypatch.setattr(ray, "get", lambda what, **more: asked.append(what) or get(what, **more))
     rows = DataProto.from_dict({"x": torch.zeros(1)})
     waiting = group.sleep_s.remote(0.3)
