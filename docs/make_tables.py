@@ -423,7 +423,7 @@ def preset_settings() -> str:
     for preset in PPO.preset_names("algorithm"):
         to_set = dict.fromkeys(left_to_the_user("algorithm", preset), "...")
         leaves = preset_leaves("algorithm", preset) | to_set
-        settings = {key: _show(value).strip("`") for key, value in leaves.items()}
+        settings = {key: _shown_setting(value) for key, value in leaves.items()}
         cells = []
         for keys in PRESET_COLUMNS.values():
             cell = ", ".join(settings.pop(key) for key in keys if key in settings)
@@ -438,6 +438,18 @@ def preset_settings() -> str:
     return "\n".join(lines)
 
 
+def _shown_setting(value: Any) -> str:
+    """Return a preset's value; of another key, its name."""
+    text = _show(value).strip("`")
+    for resolver, words in SETTINGS_IN_WORDS.items():
+        text = text.replace(resolver, words)
+    return text
+
+
+SETTINGS_IN_WORDS = {
+    "${divide:${data.max_response_length},5}": "data.max_response_length/5",
+    "${data.train_batch_size}": "data.train_batch_size",
+}
 POLICY = "actor_rollout_ref."
 PRESET_COLUMNS = {
     "Estimator": ["algorithm.adv_estimator"],

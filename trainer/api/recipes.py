@@ -301,8 +301,10 @@ class RowsRun(PythonRun):
 
         Args:
             model: a folder, a name on the hub, or a model of transformers with its `tokenizer`.
-            rows: dicts with the recipe's columns (a list, a `datasets.Dataset`, or any other
-                iterable), or file names.
+            rows: dicts (a list, a `datasets.Dataset`, or any other iterable), or file names.
+                Columns of `SFT`: `messages`, or `prompt` and `response`, or `text`; of `DPO` and
+                `RewardModelTraining`: `prompt`, `chosen`, `rejected`; of `KTO`: `prompt`,
+                `completion`, `label`.
             val_rows: rows for validation, like `rows`.
             tokenizer: the tokenizer of a model in memory.
             callbacks: objects with hooks of `verl_like.Hooks`, which get the trainer as the first

@@ -1,5 +1,5 @@
-"""usage: verl-like async data.train_files=FILE
-           actor_rollout_ref.model.path=FOLDER [key=value ...]
+"""usage: verl-like async algorithm=grpo actor_rollout_ref.model.path=FOLDER
+           data.train_files=FILE reward=FILE.py:FUNCTION [key=value ...]
 
 PPO that generates and trains at the same time: generators sample on their own
 pools, and the trainer takes batches from a buffer and sends weights back. It

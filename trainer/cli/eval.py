@@ -10,8 +10,8 @@ override them.
   verl-like eval runs/verl_like/ppo data.val_files=[a.parquet,b.jsonl]
 
   reward=FILE.py:FUNCTION           default: the run's, or a data_source's rule
-  actor_rollout_ref.rollout.val_kwargs.n=8
-  actor_rollout_ref.rollout.val_kwargs.do_sample=true
+  actor_rollout_ref.rollout.val_kwargs.n=8  responses per prompt (default: 1)
+  actor_rollout_ref.rollout.val_kwargs.do_sample=true  default: greedy
   trainer.default_local_dir=FOLDER  samples, metrics and report (default:
                                     eval/global_step_N in the run, or
                                     runs/eval/NAME for other models)

@@ -25,7 +25,7 @@ serve, and move from another framework
   serve MODEL, serve-reward     serve a model to Tinker's SDK, or a reward
   migrate SYSTEM FILE           translate a script of verl, TRL and others
 Every key with its meaning: RECIPE --cfg all   (RECIPE: a command under train)
-First try: verl-like make-tiny tiny   (guides: docs/index.md in the clone)
+First try: verl-like make-tiny --help  (guides: docs/index.md in the clone)
 """
 
 from __future__ import annotations

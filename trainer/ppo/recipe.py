@@ -13,15 +13,15 @@ Reward       reward=FILE.py:FUNCTION  default: the rule for a row's data_source
              environment=FILE.py:CLASS  several turns, with rewards
 Sampling     actor_rollout_ref.rollout.n=8  responses per prompt (1; grpo: 8)
              actor_rollout_ref.rollout.name=vllm|native|hf|auto  the engine
-Learning     actor_rollout_ref.actor.optim.lr=1e-6  learning rate (default)
-             critic.optim.lr=1e-5  with a critic (default)
+Learning     actor_rollout_ref.actor.optim.lr=1e-6 critic.optim.lr=1e-5
+             actor_rollout_ref.actor.ppo_mini_batch_size=64  prompts per update
+             actor_rollout_ref.actor.kl_loss_coef=0.001  KL in the loss of grpo
 Memory       actor_rollout_ref.model.lora_rank=32  LoRA (default: 0, off)
-Length       trainer.total_epochs=1  or  trainer.total_training_steps=100
+Length       trainer.total_epochs=1 (default) or trainer.total_training_steps=99
 Run          trainer.default_local_dir=DIR  the same command resumes the run
-             trainer.save_freq=50  steps between checkpoints; also every 30 min
-             trainer.logger=[console,wandb]
+             trainer.save_freq=50 trainer.logger=[console,wandb]
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
-             trainer.backend=ray|local  ray.address=HOST:PORT
+             trainer.backend=ray|local ray.address=HOST:PORT
 Placement    placement=colocate|split|standalone
 Check first  verl-like check key=value ...  prints the plan, starts nothing
 Sweep        --multirun trainer.seed=1,2

@@ -77,7 +77,7 @@ def diagnose_rollout_gap(trainer: Any, prompts: DataProto) -> tuple[str, str]:
 
     Example:
 
-        cause, sentence = diagnose_rollout_gap(trainer, next(trainer.prompts))
+        cause, sentence = diagnose_rollout_gap(trainer, next(iter(trainer.loader)))
 
     Args:
         trainer: a `PPOTrainer` whose models are built.

@@ -61,8 +61,8 @@ class RunResult:
 
     def __repr__(self) -> str:
         """Return at most ten lines: the first and last values of a few metrics, and the files."""
-        last = f"{self.metrics[-1]['step']:.0f} steps" if self.metrics else "0 steps"
-        lines = [f"{last} in {self.folder}"]
+        last = self.metrics[-1]["step"] if self.metrics else 0
+        lines = [f"{last:.0f} step{'s' * (last != 1)} in {self.folder}"]
         for name, values in self._watched()[:MAX_NUMBERS]:
             lines.append(f"  {name:<24} {values[0]:.4g} -> {values[-1]:.4g}")
         lines.append(f"  {'model':<24} {self.exported or 'not saved'}")

@@ -2,17 +2,16 @@
 
 environment       the interface of environments: `reset` and `step`, or only tools
 load_environment  loads the configured classes, agents and tools
-episode           one trajectory of an environment, in the process that runs it
+process           the program that loads an environment's code and plays its trajectories
 adapters          environments of other packages, chosen by a prefix
-tools             the schema of a function, and replies to tool calls
 calls             parses tool calls in a policy's text
 gateway           the HTTP server through which an agent calls the policy
+router            the address at which agents on other machines reach a trajectory
 requests          an agent's request and the response, in the form of chat completions
-template          the text that a chat template writes around a turn
+dialects          Anthropic's Messages and OpenAI's Responses, as chat completions
 chat              the tokens between two sampled turns
 host              the processes of environments, and communication with them
 trajectory        the state of one trajectory
-loop              plays many trajectories with one engine
 players           plays the trajectories of a rollout worker
 """
 
