@@ -31,7 +31,7 @@ from trainer.config.keys import config_keys, known_arguments, named_keys, value_
 from trainer.config.schema import Recipe
 from trainer.config.settings import sweep_jobs, unknown_key
 from trainer.launch import NO_ERRORS, nominal_placement
-from trainer.ppo.verl_keys import renamed
+from trainer.ppo.verl_keys import our_key
 from trainer.recipe_command import is_setting
 from trainer.serve.recipe import SERVE
 from trainer.tools.evaluation.recipe import EVAL
@@ -363,7 +363,7 @@ def is_key(name: str) -> bool:
     return (
         name in keys_by_ending()
         or any(is_named_by_users(name, recipe) for recipe in RECIPES.values())
-        or renamed(name) in keys_by_ending()
+        or our_key(name) in keys_by_ending()
     )
 
 

@@ -72,7 +72,7 @@ def wait_for_room(
     `summary` names the wait in messages. `look_again` pauses between attempts, or raises to end the
     wait.
     """
-    limit_s = Deadlines.of(config.timeouts).placement_s
+    limit_s = Deadlines.from_settings(config.timeouts).placement_s
     clock = WaitClock(summary, limit_s, FIRST_MESSAGE_S, since)
     while True:
         try:

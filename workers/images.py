@@ -1,7 +1,7 @@
 """Image files: references to them, which travel in place of pixels, and how they are opened.
 
     ref = image_ref(row["image"], [Path("data")])   # path, hash and size of an image
-    image = opened(ref)                             # an upright RGB image of PIL
+    image = open_image(ref)                             # an upright RGB image of PIL
 
 This module does not import torch, because reward processes import it.
 """
@@ -186,7 +186,7 @@ def _upright_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def opened(ref: ImageRef, row: str = "") -> Any:
+def open_image(ref: ImageRef, row: str = "") -> Any:
     """Return the image of a row, which errors name; its file must be as when the row was read."""
     called = f"{row}: the image {ref.path}" if row else f"the image {ref.path}"
     try:

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.workers.models.vision import picture
-from workers.images import image_ref, opened
+from workers.images import image_ref, open_image
 
 Make = Callable[[], tuple[bytes, Any]]
 """Returns the bytes of an image file, and the pixels that a model should get."""
@@ -118,7 +118,7 @@ def test_an_image_of_every_kind_is_read_as_pil_converts_it(make: Make, tmp_path:
     path.write_bytes(data)
     for value in (path, str(path), {"path": str(path)}, f"file://{path}"):
         ref = image_ref(value)
-        image = opened(ref)
+        image = open_image(ref)
         assert (image.mode, image.size) == ("RGB", expected.size)
         assert (ref.width, ref.height) == image.size
         difference = np.asarray(image, dtype=int) - np.asarray(expected, dtype=int)
@@ -134,7 +134,7 @@ def test_an_image_of_pil_has_the_pixels_of_its_file(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data, _ = make()
     (tmp_path / "file").write_bytes(data)
-    ours, in_memory = (opened(image_ref(value)) for value in (tmp_path / "file", loaded(data)))
+    ours, in_memory = (open_image(image_ref(value)) for value in (tmp_path / "file", loaded(data)))
     assert np.array_equal(np.asarray(ours), np.asarray(in_memory))
 
 
@@ -212,7 +212,7 @@ def test_a_jpeg_or_png_file_is_checked_without_its_pixels(
     with monkeypatch.context() as patch:
         patch.setattr("PIL.ImageFile.ImageFile.load", None)
         ref = image_ref(path)
-    assert (ref.width, ref.height) == size == opened(ref).size
+    assert (ref.width, ref.height) == size == open_image(ref).size
 
 
 def test_a_png_file_that_is_turned_after_its_pixels_has_the_upright_size(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_png_file_that_is_turned_after_its_pixels_has_the_upright_size(tmp_pat
     moved = data[:start] + data[start + len(chunk) : end] + chunk + data[end:]
     (tmp_path / "image.png").write_bytes(moved)
     ref = image_ref(tmp_path / "image.png")
-    assert (ref.width, ref.height) == (20, 30) == opened(ref).size
+    assert (ref.width, ref.height) == (20, 30) == open_image(ref).size
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ SWITCHES = {"actor_rollout_ref.actor.kl_loss_coef": "actor_rollout_ref.actor.use
 """Key of a coefficient -> the key that enables its loss term; a coefficient of 0 disables it."""
 
 
-def named(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+def passed_arguments(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments with these names that are not None; `values` is a call's `locals()`."""
     return {name: values[name] for name in names if values[name] is not None}
 
@@ -154,7 +154,7 @@ def trl_names(names: Mapping[str, str]) -> list[str]:
     return [trl for trl, ours in TRL_NAMES.items() if ours in names or "." in ours]
 
 
-def renamed(keywords: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
+def with_our_names(keywords: Mapping[str, Any], ours: Mapping[str, str]) -> dict[str, Any]:
     """Return the keywords with TRL's names replaced by ours."""
     result: dict[str, Any] = {}
     for name, value in keywords.items():
@@ -169,7 +169,7 @@ def settings_of(
     keywords: Mapping[str, Any], names: Mapping[str, str], recipe: Recipe[Any]
 ) -> dict[str, Any]:
     """Return a call's keywords (flat names, sections as dicts, dotted keys) as dotted keys."""
-    keywords = renamed(keywords, {name: TRL_NAMES[name] for name in trl_names(names)})
+    keywords = with_our_names(keywords, {name: TRL_NAMES[name] for name in trl_names(names)})
     others = {name: value for name, value in keywords.items() if name not in names}
     for name in others:
         if "." not in name and unknown_key(name, recipe):

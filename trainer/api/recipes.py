@@ -23,8 +23,8 @@ from trainer.api.flat_names import (
     PPOKeys,
     RowKeys,
     Section,
-    named,
-    renamed,
+    passed_arguments,
+    with_our_names,
 )
 from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, bare_errors, require_counts
@@ -150,8 +150,8 @@ class PPO(PythonRun):
                 `actor_rollout_ref={"actor": {"entropy_coeff": 0.01}}`, or names of TRL
                 such as `num_generations` and `train_dataset`.
         """
-        arguments = named([*PPO_NAMES, *TRL_PPO_OBJECTS.values()], locals())
-        settings = renamed({**keys, **arguments}, TRL_PPO_OBJECTS)
+        arguments = passed_arguments([*PPO_NAMES, *TRL_PPO_OBJECTS.values()], locals())
+        settings = with_our_names({**keys, **arguments}, TRL_PPO_OBJECTS)
         prompts, val_prompts, tokenizer, reward = (
             settings.pop(name, None) for name in TRL_PPO_OBJECTS.values()
         )
@@ -326,8 +326,8 @@ class RowsRun(PythonRun):
             keys: keys of the configuration, such as `optim={"weight_decay": 0.1}`, or names of TRL
                 such as `output_dir` and `train_dataset`.
         """
-        arguments = named([*ROW_NAMES, *TRL_ROW_OBJECTS.values()], locals())
-        settings = renamed({**keys, **arguments}, TRL_ROW_OBJECTS)
+        arguments = passed_arguments([*ROW_NAMES, *TRL_ROW_OBJECTS.values()], locals())
+        settings = with_our_names({**keys, **arguments}, TRL_ROW_OBJECTS)
         model = settings.pop("model", None) if model is None else model
         rows, val_rows, tokenizer = (settings.pop(name, None) for name in TRL_ROW_OBJECTS.values())
         self._require(model=model, rows=rows)

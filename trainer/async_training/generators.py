@@ -273,7 +273,7 @@ class Places:
         if pool in self._groups.placement.pools:
             self._groups.leave(pool)
         began, reason = time.monotonic(), ""
-        limit_s = Deadlines.of(self._config.timeouts).placement_s
+        limit_s = Deadlines.from_settings(self._config.timeouts).placement_s
         while True:
             try:
                 self._groups.join(pool)

@@ -27,7 +27,7 @@ from typing import Any
 
 from trainer.config.keys import leaf_keys
 from trainer.config.settings import overrides_of
-from trainer.ppo.verl_keys import renamed
+from trainer.ppo.verl_keys import our_key
 from trainer.recipe_command import run_command
 from trainer.run_folder.saved_model import SavedModel, find_loadable
 from trainer.tools.evaluation.recipe import EVAL, EvaluationConfig
@@ -71,7 +71,7 @@ def settings_of_run(saved: SavedModel) -> dict[str, Any]:
     """Return the keys of a PPO run that an evaluation also has; none for other recipes."""
     if POLICY not in saved.config:
         return {}
-    saved_config = {renamed(name) or name: value for name, value in saved.config.items()}
+    saved_config = {our_key(name) or name: value for name, value in saved.config.items()}
     settings: dict[str, Any] = {}
     for name in (key.name for key in leaf_keys(EvaluationConfig)):
         if not name.startswith(READ_PREFIXES) or name in EXCLUDED_KEYS:

@@ -101,7 +101,7 @@ def _function(options: argparse.Namespace) -> FunctionSpec:
             f"--sandbox: unknown {', '.join(unknown)}. Known: {', '.join(known)}."
             f"{nearest(unknown[0], known)}"
         )
-    sandbox = Sandbox.of(options.sandbox)
+    sandbox = Sandbox.from_limits(options.sandbox)
     if not options.function:
         spec = FunctionSpec(deadline=options.sample_timeout_s, sandbox=sandbox)
         return replace(spec, kwargs=trust_kwargs(spec.path, spec.name, options.trust_programs))

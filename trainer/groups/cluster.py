@@ -116,7 +116,7 @@ def _connect(config: RunConfig, worker_code: Sequence[str]) -> None:
     modules = modules_of_the_user(worker_code) if joined_cluster(config) else []
     if modules:
         runtime_env["py_modules"] = [*runtime_env.get("py_modules", []), *modules]
-    limits, gib = Deadlines.of(config.timeouts), settings.object_store_gib
+    limits, gib = Deadlines.from_settings(config.timeouts), settings.object_store_gib
     options = {} if gib is None else {"object_store_memory": int(gib * 2**30)}
     ray_backend.connect(settings.address, settings.namespace, runtime_env, limits, **options)
 

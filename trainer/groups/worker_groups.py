@@ -44,7 +44,7 @@ class PoolStarter:
     def __init__(self, config: RunConfig, placement: Placement) -> None:
         """Raise if this backend cannot run one of the pools."""
         self.config, self.placement = config, placement
-        self.limits = Deadlines.of(config.timeouts)
+        self.limits = Deadlines.from_settings(config.timeouts)
         self._neighbors: dict[str, Worker] = {}
         self._ray_pools: dict[str, RayResourcePool] = {}
         for plan in placement.pools.values():

@@ -256,7 +256,7 @@ def _reject_losses(config: PPOConfig) -> None:
     if correction.has_importance_weights or correction.rejects_tokens:
         from workers.losses.correction import RolloutCorrection
 
-        RolloutCorrection.of(correction)
+        RolloutCorrection.from_config(correction)
     loss = actor.policy_loss.loss_mode
     if correction.bypass_mode:
         if algorithm.use_kl_in_reward or "old_log_probs" in columns_read(algorithm.adv_estimator):

@@ -155,7 +155,7 @@ def correct_rollout(batch: DataProto, config: PPOConfig, step: int) -> Filtered:
     from workers.losses.correction import RolloutCorrection, normalized
 
     settings = config.algorithm.rollout_correction
-    correction = RolloutCorrection.of(settings)
+    correction = RolloutCorrection.from_config(settings)
     behavior = sampled_log_probs_column(batch.columns)
     columns = read_columns(batch, "old_log_probs", behavior, "response_mask")
     mask = columns["response_mask"]

@@ -153,7 +153,7 @@ def _parts(setting: Override) -> list[Override]:
         return [setting]
     parts = _flat({name: value})
     if all(
-        renamed(key) == key or translate_key(key, text, parts) is None
+        our_key(key) == key or translate_key(key, text, parts) is None
         for key, text in parts.items()
     ):
         return [setting]
@@ -184,7 +184,7 @@ def translate_key(
     table = tables()
     if key in table.changes_nothing:
         return KeyTranslation(nothing=table.changes_nothing[key])
-    ours = renamed(key)
+    ours = our_key(key)
     if ours is not None:
         if ".megatron." in key and (why := _no_axis(ours, value, settings)):
             return KeyTranslation(rejected=why, lays_out=True)
@@ -194,7 +194,7 @@ def translate_key(
     if _first_match(key, GLOBAL_KEYS) and value.isdigit():
         of_a_rank = f"{key}_per_gpu"
         rows = _rows_of_one_rank(int(value), settings)
-        return KeyTranslation(key=renamed(of_a_rank) or of_a_rank, value=str(rows))
+        return KeyTranslation(key=our_key(of_a_rank) or of_a_rank, value=str(rows))
     lays_out = bool(_first_match(key, table.lays_out))
     if name := _first_match(key, table.changes_nothing):
         return KeyTranslation(nothing=table.changes_nothing[name])
@@ -332,7 +332,7 @@ def with_trackers(value: str) -> tuple[list[str], list[str]]:
     return here, [name for name in names if name not in here]
 
 
-def renamed(key: str) -> str | None:
+def our_key(key: str) -> str | None:
     """Return our key for verl's, by equal names, a field's `verl=` or the table; otherwise None."""
     known, takes_any, names = _ours()
     if key in known or key.startswith(takes_any):

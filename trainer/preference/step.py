@@ -174,7 +174,7 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
 
     def step(self) -> Metrics:
         """Make one optimizer step on the next rows, and return the metrics."""
-        return shown(super().step(), "train")
+        return reported_metrics(super().step(), "train")
 
     def with_columns(self, batch: DataProto) -> DataProto:
         """Add the reference's log-probs and the columns that depend on the whole batch."""
@@ -220,10 +220,12 @@ class PreferenceTrainer(RowTrainer[NumberedRow]):
             columns |= labeled_columns(log_probs[:, 1], reference[:, 1], desirable)
 
         metrics = measures(columns, self.config)
-        return shown({f"val/{name}": float(rows.mean()) for name, rows in metrics.items()}, "val")
+        return reported_metrics(
+            {f"val/{name}": float(rows.mean()) for name, rows in metrics.items()}, "val"
+        )
 
 
-def shown(metrics: Metrics, prefix: str) -> Metrics:
+def reported_metrics(metrics: Metrics, prefix: str) -> Metrics:
     """Add the KL per token; remove the metrics of a label that no row has."""
     if f"{prefix}/kl/row" in metrics:
         per_row, length = metrics[f"{prefix}/kl/row"], metrics[f"{prefix}/lengths/mean"]

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.run_folder.folder import MODEL, named, saved_steps, write_marker
+from trainer.run_folder.folder import MODEL, folder_names, saved_steps, write_marker
 from trainer.run_folder.resume import LATEST, ResumePoint
 from verl_like.calls.deadlines import Deadlines
 from verl_like.calls.future import gather
@@ -69,7 +69,7 @@ class Checkpoints:
         """Folders committed since the last call of `commit`."""
         self.took_s = {"copy": 0.0, "write": 0.0, "commit": 0.0}
         """Seconds of each part of the last checkpoint."""
-        self._longest_s = Deadlines.of(config.timeouts).call_s
+        self._longest_s = Deadlines.from_settings(config.timeouts).call_s
         self._began = self._saved_at = time.monotonic()
 
     def is_due(self, step: int, total_steps: int, by_time: bool = True) -> bool:
@@ -220,7 +220,8 @@ class Checkpoints:
                 room = f"{disk.f_bavail * disk.f_frsize / 2**20:.0f} MiB{files}"
             raise CheckpointError(
                 f"{name} was not written: {str(error).rstrip('.')}. {room} are free in "
-                f"{self.folder}; its committed checkpoints: {named(saved_steps(self.folder))}."
+                f"{self.folder}; its committed checkpoints: "
+                f"{folder_names(saved_steps(self.folder))}."
             ) from error
 
 

@@ -200,7 +200,7 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def named(steps: list[int]) -> str:
+def folder_names(steps: list[int]) -> str:
     """Return the folder names of these steps as text for a message."""
     return ", ".join(f"global_step_{step}" for step in steps) or "none"
 
@@ -229,7 +229,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
         problem = "there is no such folder"
         if folder.is_dir():
             problem = "it was never committed (no commit.json)"
-        beside = named(saved_steps(folder.parent))
+        beside = folder_names(saved_steps(folder.parent))
         raise CheckpointError(
             f"{folder} is not a checkpoint: {problem}. Committed ones next to it: {beside}."
         ) from error

@@ -27,8 +27,8 @@ from typing import Any
 from trainer.config.keys import NAMES_OF_A_RUN, flat_config, keys_that_differ, may_change_on_resume
 from trainer.config.schema import RunConfig
 from trainer.run_folder.folder import (
+    folder_names,
     installed_versions,
-    named,
     read_marker,
     reject_damaged,
     saved_steps,
@@ -152,7 +152,7 @@ class ResumePoint:
                 f"{self.start / 'trainer.json'} does not load: {type(error).__name__}: {error}. "
                 "Resume from another checkpoint with trainer.resume_mode=resume_path "
                 f"trainer.resume_from_path=...; next to it: "
-                f"{named(saved_steps(self.start.parent))}."
+                f"{folder_names(saved_steps(self.start.parent))}."
             ) from error
 
     def load(self, groups: Any) -> dict[str, Any] | None:
@@ -265,8 +265,8 @@ class ResumePoint:
         if steps:
             raise DamagedCheckpointError(
                 f"no checkpoint in {self.folder} is intact: {'; '.join(self.damaged.values())}. "
-                f"Set another trainer.default_local_dir, or move {named(steps)} away to start in "
-                "this folder."
+                f"Set another trainer.default_local_dir, or move {folder_names(steps)} away to "
+                "start in this folder."
             )
         return None
 
@@ -332,9 +332,9 @@ class ResumePoint:
         if start.parent == self.folder:
             return (
                 "Leave out trainer.resume_mode and trainer.resume_from_path, and the run resumes "
-                f"from the newest complete checkpoint, {named(steps[-1:])}."
+                f"from the newest complete checkpoint, {folder_names(steps[-1:])}."
             )
-        return f"Choose another checkpoint; next to it are {named(steps)}."
+        return f"Choose another checkpoint; next to it are {folder_names(steps)}."
 
 
 def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int | float]]:

@@ -1,6 +1,6 @@
 """Time limits of calls and other waits, clocks that watch them, and threads for blocking calls.
 
-    limits = Deadlines.of({"call_s": 600.0})            # the section `timeouts`
+    limits = Deadlines.from_settings({"call_s": 600.0})       # the section `timeouts`
     clock = WaitClock("the pool", limits.placement_s, limits.warn_s)
     limit_s = times.limit_s("update_actor", rows, limits)   # ten times the median, within limits
 
@@ -62,7 +62,7 @@ class Deadlines:
         return {name: seconds for name, seconds in asdict(cls()).items() if name != "grace_s"}
 
     @classmethod
-    def of(cls, settings: Mapping[str, float]) -> Deadlines:
+    def from_settings(cls, settings: Mapping[str, float]) -> Deadlines:
         """Return the deadlines that a configuration sets."""
         known = cls.settings()
         for name, seconds in settings.items():

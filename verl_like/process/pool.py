@@ -204,7 +204,7 @@ class ProcessPool:
         process.reply_s, process.end = reply_s, end
         process.num_requests += 1
         process.waiting.update(enumerate(messages, process.num_sent))
-        content = packed([*enumerate(messages.values(), process.num_sent)])
+        content = pack_messages([*enumerate(messages.values(), process.num_sent)])
         process.num_sent += len(messages)
         process.unsent = memoryview(b"".join((process.unsent, content)))
         self._write(process)
@@ -326,7 +326,7 @@ def _close(processes: set[Process], selector: selectors.BaseSelector) -> None:
         _end(processes.pop())
 
 
-def packed(messages: Sequence[tuple[int, Any]]) -> bytes:
+def pack_messages(messages: Sequence[tuple[int, Any]]) -> bytes:
     """Return the bytes of messages with their numbers."""
     content = pickle.dumps(messages)
     return _LENGTH.pack(len(content)) + content

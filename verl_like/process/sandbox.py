@@ -60,7 +60,7 @@ class Sandbox:
     """Environment variables to pass on, such as API keys."""
 
     @classmethod
-    def of(cls, limits: Mapping[str, Any]) -> Sandbox:
+    def from_limits(cls, limits: Mapping[str, Any]) -> Sandbox:
         """Return a sandbox with these limits, as a configuration has them."""
         return cls(**{**limits, "env": tuple(limits.get("env", ()))})
 

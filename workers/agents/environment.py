@@ -292,7 +292,7 @@ class Tool:
     is_method: bool = False
 
     @staticmethod
-    def of(function: Any, key: str) -> Tool:
+    def from_function(function: Any, key: str) -> Tool:
         """Make a tool of a typed function with a docstring; errors name the setting `key`."""
         name = getattr(function, "__name__", str(function))
         where = key or f"environment: the tool {name}"

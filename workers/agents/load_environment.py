@@ -70,7 +70,7 @@ class EnvironmentSpec:
         assert isinstance(self.path, str), "load_all loads several environments"
         cls, kwargs, parser = None, dict(self.kwargs), self._parser()
         functions = [
-            Tool.of(object_at(path, f"tools[{number}]"), f"tools[{number}]")
+            Tool.from_function(object_at(path, f"tools[{number}]"), f"tools[{number}]")
             for number, path in enumerate(self.tools)
         ]
         if self.path:
@@ -143,7 +143,7 @@ class Loaded:
         if self.cls is None:
             return [*self.functions]
         methods = [
-            Tool.of(method, "")
+            Tool.from_function(method, "")
             for name, method in inspect.getmembers(self.cls, inspect.isfunction)
             if not name.startswith("_")
             and (name not in NO_TOOLS or name == "step" and _step_is_tool(self.cls))

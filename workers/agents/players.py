@@ -67,7 +67,7 @@ def spec_of(config: EnvironmentConfig, tokenizer: Any = None) -> EnvironmentSpec
     """
     template = str(getattr(tokenizer, "chat_template", ""))
     tool_call_parser = [config.tool_call_parser] if config.tool_call_parser else forms_of(template)
-    sandbox = Sandbox.of(config.sandbox)
+    sandbox = Sandbox.from_limits(config.sandbox)
     sandbox = replace(sandbox, max_processes=max(sandbox.max_processes, PROCESSES * MAX_OPEN))
     path = config.paths or config.path
     return EnvironmentSpec(

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from verl_like.errors import nearest
-from verl_like.process.pool import UserEnd, describe_error, packed
+from verl_like.process.pool import UserEnd, describe_error, pack_messages
 from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
 from workers.agents.calls import call_like
 from workers.agents.environment import (
@@ -197,8 +197,8 @@ def _warm_up() -> None:
     for _ in range(WARM_UPS):
         ours, theirs = socket.socketpair()
         with ours, suppress(EOFError):
-            ours.sendall(packed([(0, {"name": "", "seeds": (0, 1), "row": {}})]))
-            ours.sendall(packed([(1, {"text": "", "player": ""})]))
+            ours.sendall(pack_messages([(0, {"name": "", "seeds": (0, 1), "row": {}})]))
+            ours.sendall(pack_messages([(1, {"text": "", "player": ""})]))
             ours.shutdown(socket.SHUT_WR)
             with closing(UserEnd(theirs.detach())) as driver:
                 _answer_all(driver, {"": Loaded(_Nothing, {}, [])}, lambda: None)

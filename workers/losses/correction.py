@@ -265,7 +265,7 @@ class RolloutCorrection:
     """The smallest allowed ratio of a token; a sequence with a smaller token ratio is rejected."""
 
     @classmethod
-    def of(cls, settings: RolloutCorrectionConfig) -> RolloutCorrection:
+    def from_config(cls, settings: RolloutCorrectionConfig) -> RolloutCorrection:
         """Build the correction from its config section; raise on impossible settings."""
         bounds = weight_bounds(str(settings.rollout_is_threshold))
         veto = settings.rollout_token_veto_threshold

@@ -35,7 +35,7 @@ from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
 from verl_like.process.machine import usable_cores
 from workers.config.model import IMAGE_BACKEND
-from workers.images import ImageRef, opened
+from workers.images import ImageRef, open_image
 from workers.models.causal_lm import body_of
 
 MAX_THREADS = 16
@@ -211,7 +211,7 @@ class ImageReader:
         self._shrink()
 
     def _opened(self, ref: ImageRef, row: str = "") -> dict[str, Tensor]:
-        return self._process(opened(ref, row))
+        return self._process(open_image(ref, row))
 
     def _shrink(self) -> None:
         """Remove the images that were used first from a cache that is too large."""

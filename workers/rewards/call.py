@@ -161,9 +161,9 @@ class RewardCall:
 def _value(sample: Sample, entry: str) -> Any:
     """Return an entry of a sample; a completion is text, or messages if the prompt is a chat."""
     if entry == IMAGES:
-        from workers.images import ImageRef, opened
+        from workers.images import ImageRef, open_image
 
-        return [opened(ImageRef(*ref)) for ref in sample.get(IMAGES, ())]
+        return [open_image(ImageRef(*ref)) for ref in sample.get(IMAGES, ())]
     if entry != COMPLETIONS or COMPLETIONS in sample:
         return sample.get(entry)
     text = sample["solution_str"]

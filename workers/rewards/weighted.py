@@ -138,7 +138,7 @@ def _scorer(
             config.timeout_s,
             rows.columns,
             rows.has_truth,
-            Sandbox.of(settings.sandbox),
+            Sandbox.from_limits(settings.sandbox),
         )
         if section is not None:
             spec = replace(spec, path_key=f"{section}.path", name_key=f"{section}.function")

@@ -74,7 +74,7 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         self.policy = config.actor_rollout_ref
         self.config: ActorConfig = self.policy.actor
         self.temperature = log_prob_temperature(self.policy.rollout)
-        self.objective_settings = PolicySettings.of(config, self.temperature)
+        self.objective_settings = PolicySettings.from_config(config, self.temperature)
         self.ptx_loss = lm_loss(config.ptx.coef, "ptx_loss", is_balanced=False)
         self.budget = pass_budget(config, self.config.ppo_micro_batch_size_per_gpu)
         rows = self.policy.rollout.log_prob_micro_batch_size_per_gpu
@@ -251,14 +251,14 @@ class PolicySettings:
     replays_routing: bool
 
     @classmethod
-    def of(cls, config: WorkersConfig, temperature: float) -> PolicySettings:
+    def from_config(cls, config: WorkersConfig, temperature: float) -> PolicySettings:
         """Read the settings, and look up the policy loss."""
         policy, correction = config.actor_rollout_ref, config.algorithm.rollout_correction
         bypass_correction = None
         if correction.bypass_mode:
             from workers.losses.correction import RolloutCorrection
 
-            bypass_correction = RolloutCorrection.of(correction)
+            bypass_correction = RolloutCorrection.from_config(correction)
         return cls(
             policy.actor,
             get_policy_loss(policy_loss_of(config)),

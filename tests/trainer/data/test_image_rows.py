@@ -78,10 +78,10 @@ def test_images_have_the_tokens_and_pixels_of_transformers(
 def test_the_driver_reads_the_size_of_an_image_from_its_check(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def opened(ref: ImageRef, row: str = "") -> None:
+    def open_image(ref: ImageRef, row: str = "") -> None:
         raise AssertionError(f"{ref.path} is decoded again")
 
-    monkeypatch.setattr("workers.models.images.opened", opened)
+    monkeypatch.setattr("workers.models.images.open_image", open_image)
     row = {"prompt": [{"role": "user", "content": "<image><image>?"}], "images": ["0.png", "2.png"]}
     (batch,) = prompts_of(folder, tmp_path / "rows.jsonl", row, max_prompt_length=256).in_order()
     assert [ref[2:] for ref in batch.non_tensor_batch["images"][0]] == [SIZES[0], SIZES[2]]

@@ -13,7 +13,7 @@ from trainer.config.keys import named_keys
 from trainer.config.settings import parse
 from trainer.ppo import verl_keys
 from trainer.ppo.config import PPOConfig
-from trainer.ppo.verl_keys import renamed, tables, translate_key
+from trainer.ppo.verl_keys import our_key, tables, translate_key
 from verl_like.errors import ConfigError
 from workers.config import critic_optim
 
@@ -69,7 +69,7 @@ def test_own_keys_are_not_translated() -> None:
 
 
 def test_older_names_are_renamed_to_own_keys() -> None:
-    assert {name: ours for name, ours in tables().renamed.items() if renamed(ours) != ours} == {}
+    assert {name: ours for name, ours in tables().renamed.items() if our_key(ours) != ours} == {}
     assert KEYS.isdisjoint(tables().renamed)
 
 

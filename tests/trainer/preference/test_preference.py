@@ -382,14 +382,14 @@ def test_the_parameters_of_a_users_loss_say_what_it_reads(
 
 
 def test_a_step_with_one_label_shows_no_metrics_of_the_other() -> None:
-    from trainer.preference.step import shown
+    from trainer.preference.step import reported_metrics
 
     metrics: dict[str, Any] = {f"train/rewards/{x}": 1.0 for x in ("chosen", "rejected", "margin")}
-    assert shown({**metrics, "train/desirable": 0.5}, "train").keys() == {
+    assert reported_metrics({**metrics, "train/desirable": 0.5}, "train").keys() == {
         *metrics,
         "train/desirable",
     }
-    assert shown({**metrics, "train/desirable": 1 + 1e-7}, "train").keys() == {
+    assert reported_metrics({**metrics, "train/desirable": 1 + 1e-7}, "train").keys() == {
         "train/rewards/chosen",
         "train/desirable",
     }

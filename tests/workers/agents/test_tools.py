@@ -16,7 +16,10 @@ from workers.agents.environment import Tool, answer_call
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.process import Episode
 
-TOOLS = {tool.name: tool for tool in (Tool.of(games.add, "t"), Tool.of(games.divide, "t"))}
+TOOLS = {
+    tool.name: tool
+    for tool in (Tool.from_function(games.add, "t"), Tool.from_function(games.divide, "t"))
+}
 HERE = "tests.workers.agents.games"
 
 
@@ -49,7 +52,7 @@ def test_types_and_descriptions_match_transformers_schemas() -> None:
         return ""
 
     expected = get_json_schema(call)["function"]
-    schema = Tool.of(call, "t").schema["function"]
+    schema = Tool.from_function(call, "t").schema["function"]
     assert schema["description"] == expected["description"]
     assert schema["parameters"]["required"] == expected["parameters"]["required"]
     assert schema["parameters"]["properties"].keys() == expected["parameters"]["properties"].keys()
@@ -67,7 +70,7 @@ def test_an_argument_may_be_described_with_its_type() -> None:
         """
         return a
 
-    schema = Tool.of(call, "t").parameters
+    schema = Tool.from_function(call, "t").parameters
     assert schema["properties"]["a"] == {"type": "integer", "description": "The first."}
     assert schema["properties"]["b"] == {"type": "string"}
 
@@ -170,7 +173,7 @@ def test_text_arguments_become_the_types_of_the_schema() -> None:
         """Return the arguments."""
         return repr((text, number, several, either, any_))
 
-    tool = Tool.of(note, "t")
+    tool = Tool.from_function(note, "t")
     texts = {"text": "1", "number": "2", "several": "[3]", "either": "null", "any_": "4"}
     inner = "".join(f"<parameter={name}>\n{text}\n</parameter>" for name, text in texts.items())
     ((call,), _) = parse(f"<tool_call>\n<function=note>\n{inner}\n</function>\n</tool_call>")

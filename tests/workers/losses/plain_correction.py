@@ -26,7 +26,7 @@ def corrected(
     log_prob: Tensor, behavior: Tensor, mask: Tensor, **settings: Any
 ) -> tuple[Tensor | None, Tensor, dict[str, float]]:
     """Return (weights, mask, metrics) for the configuration's settings."""
-    correction = RolloutCorrection.of(RolloutCorrectionConfig(**settings))
+    correction = RolloutCorrection.from_config(RolloutCorrectionConfig(**settings))
     gauge = correction.gauge()
     weights, remaining = correction(log_prob, behavior, mask, gauge)
     return weights, remaining, gauge.metrics()

@@ -193,12 +193,12 @@ def test_correction_has_no_gradient(batch: Columns) -> None:
 )
 def test_invalid_settings_are_rejected_with_their_key(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match="algorithm.rollout_correction") as caught:
-        RolloutCorrection.of(RolloutCorrectionConfig(**settings))
+        RolloutCorrection.from_config(RolloutCorrectionConfig(**settings))
     assert words in str(caught.value)
 
 
 def test_one_threshold_of_a_ratio_also_bounds_its_inverse() -> None:
-    correction = RolloutCorrection.of(
+    correction = RolloutCorrection.from_config(
         RolloutCorrectionConfig(rollout_rs="token_k1,seq_sum_k1", rollout_rs_threshold="2")
     )
     for criterion in correction.criteria:
@@ -310,7 +310,7 @@ def test_metrics_of_chunks_add_up_to_those_of_the_batch(batch: Columns) -> None:
         rollout_rs_threshold="0.1,0.66_1.4",
         rollout_token_veto_threshold=0.5,
     )
-    correction = RolloutCorrection.of(settings)
+    correction = RolloutCorrection.from_config(settings)
     new, old, mask = batch["log_prob"], batch["old_log_prob"], batch["response_mask"]
     at_once, summed = correction.gauge(), correction.gauge()
     weights, remaining = correction(new, old, mask, at_once)

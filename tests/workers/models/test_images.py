@@ -15,7 +15,7 @@ from tests.workers.models.test_image_input import Case, make_case
 from tests.workers.models.vision import CASES, FAMILIES, picture, write_model
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
-from workers.images import ImageRef, image_ref, opened
+from workers.images import ImageRef, image_ref, open_image
 from workers.models import images
 from workers.models.images import ImageInput
 
@@ -32,9 +32,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def count(ref: ImageRef, row: str = "") -> Any:
         counts[ref.path] += 1
-        return opened(ref)
+        return open_image(ref)
 
-    monkeypatch.setattr(images, "opened", count)
+    monkeypatch.setattr(images, "open_image", count)
     return counts
 
 
@@ -105,7 +105,7 @@ def test_images_have_the_pixels_and_tokens_of_transformers(family: str, tmp_path
         picture(*size, seed=number).save(tmp_path / f"{number}.png")
         ref = image_ref(tmp_path / f"{number}.png")
         text = reader.expanded(reader.placeholder, [ref])  # before any pixels are read
-        theirs = processor(images=[[opened(ref)]], text=reader.placeholder, return_tensors="pt")
+        theirs = processor(images=[[open_image(ref)]], text=reader.placeholder, return_tensors="pt")
         ids = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ids == theirs["input_ids"][0].tolist()
         pixels = theirs["pixel_values"]

@@ -123,7 +123,7 @@ def test_the_gradient_of_a_reinforce_bypass_is_of_the_expected_advantage(level: 
     advantages = torch.randn(3, 1, generator=generator, dtype=torch.float64).expand(3, 4)
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [0, 0, 0, 0]])
     settings = RolloutCorrectionConfig(rollout_is=level, rollout_is_threshold="1000")
-    correction = RolloutCorrection.of(settings)
+    correction = RolloutCorrection.from_config(settings)
 
     leaf = log_probs.clone().requires_grad_()
     weights, remaining = correction(leaf, behavior, mask, correction.gauge())

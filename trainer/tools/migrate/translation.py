@@ -282,7 +282,7 @@ class FlagRow:
     taken_with: str = ""
 
     @classmethod
-    def of(cls, fields: str | Mapping[str, Any]) -> FlagRow:
+    def from_fields(cls, fields: str | Mapping[str, Any]) -> FlagRow:
         """Return the row of a YAML entry."""
         fields = {"key": fields} if isinstance(fields, str) else dict(fields)
         settings = {fields.pop("key"): "{}"} if "key" in fields else fields.pop("set", {})
@@ -303,7 +303,7 @@ class Table:
             self.rules += section.get("rules", [])
             for names, fields in section.items():
                 if names != "rules":
-                    self.rows |= dict.fromkeys(names.split(), FlagRow.of(fields))
+                    self.rows |= dict.fromkeys(names.split(), FlagRow.from_fields(fields))
         self.older = {row.new: name for name, row in self.rows.items() if row.new}
         """A newer spelling of a flag -> its name in the table."""
 

@@ -57,7 +57,7 @@ class Device:
     @property
     def rates(self) -> GpuSpeeds:
         """The rates that operations reach."""
-        return GpuSpeeds.of(self.flops, self.memory_bandwidth)
+        return GpuSpeeds.from_peak(self.flops, self.memory_bandwidth)
 
 
 BANDWIDTHS = {

@@ -54,7 +54,7 @@ class GpuSpeeds:
     """Time in which the host starts one operation of a model, views included."""
 
     @classmethod
-    def of(cls, peak: float, memory: float) -> GpuSpeeds:
+    def from_peak(cls, peak: float, memory: float) -> GpuSpeeds:
         """Return the rates of a GPU, from the operations and bytes per second of its data sheet.
 
         It reaches the fractions that an H100 reaches, where products and copies take 1.09 and 1.25
@@ -66,7 +66,7 @@ class GpuSpeeds:
         return cls(*rates, 2.4e12 * bandwidth, 6.8e9 * bandwidth, 3e-6, 8.5e-6)
 
 
-H100 = GpuSpeeds.of(989e12, 3.35e12)
+H100 = GpuSpeeds.from_peak(989e12, 3.35e12)
 LONGEST_IN_ONE_READ = 16384
 """A compiled reduction over more numbers than this reads its input again for the next use."""
 

@@ -32,8 +32,8 @@ from trainer.ppo.stages import PPOTrainer
 from trainer.run_folder.folder import (
     CONFIG_FILE,
     FolderLock,
+    folder_names,
     installed_versions,
-    named,
     open_run_folder,
     read_marker,
     saved_steps,
@@ -438,8 +438,9 @@ class ReplayableRun:
         if step > 1 and not may_begin:
             raise CheckpointError(
                 f"--step={step}: {self.folder} has no checkpoint of an earlier step (it has "
-                f"{named(steps)}). Repeat all {step} steps with --from-start, or replay a step "
-                "after a checkpoint; trainer.max_ckpt_to_keep=null keeps all checkpoints of a run."
+                f"{folder_names(steps)}). Repeat all {step} steps with --from-start, or replay a "
+                "step after a checkpoint; trainer.max_ckpt_to_keep=null keeps all checkpoints of a "
+                "run."
             )
         if trainer.resume_mode == "resume_path":
             assert trainer.resume_from_path is not None, "resume_path comes with a path"

@@ -47,7 +47,7 @@ def table_of_runs(folders: Sequence[str | Path]) -> list[list[str]]:
     rows.append(row("end", map(end_of, runs)))
     rows.append(row("steps", [max((int(x["step"]) for x in r.metrics), default=0) for r in runs]))
     rows += [row(key, values) for key, values in differing.items()]
-    for metric in shown(runs):
+    for metric in reported_metrics(runs):
         ends = [last_values(run, metric) for run in runs]
         cells = [[end for n in numbers for end in ends[n]] for numbers in columns.values()]
         rows.append([metric, *map(mean_and_deviation, cells)])
@@ -59,7 +59,7 @@ def end_of(run: RunData) -> str:
     return lines[-1] if lines else "no failure"
 
 
-def shown(runs: Sequence[RunData]) -> list[str]:
+def reported_metrics(runs: Sequence[RunData]) -> list[str]:
     """Return the metrics of the runs' reports, and the time of a step."""
     names: dict[str, None] = {}
     for run in runs:

@@ -450,12 +450,12 @@ class Thumbnails:
 
 def _data_uri(path: str, sha: str) -> str:
     """Return a small copy of the image, or "" if it is missing, changed or not an image."""
-    from workers.images import ImageRef, opened
+    from workers.images import ImageRef, open_image
 
     try:
         if not Path(path).is_file() or Path(path).stat().st_size > MAX_BYTES:
             return ""  # reading a pipe or a device might not end
-        image = opened(ImageRef(path, sha, 0, 0))
+        image = open_image(ImageRef(path, sha, 0, 0))
     except (ConfigError, OSError):
         return ""
     image.thumbnail((PIXELS, PIXELS))

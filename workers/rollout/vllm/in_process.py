@@ -29,7 +29,7 @@ from torch import Tensor
 
 from verl_like.errors import ConfigError, RolloutError
 from verl_like.process.info import environment
-from workers.images import ImageRef, opened
+from workers.images import ImageRef, open_image
 from workers.models.causal_lm import MODEL_ERRORS
 from workers.models.images import image_reader
 from workers.rollout.base import CollectBudget, EngineLimits
@@ -138,7 +138,7 @@ def on_all_ranks(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_opened = lru_cache(maxsize=8)(opened)
+_opened = lru_cache(maxsize=8)(open_image)
 """The samples of a prompt arrive one after the other."""
 
 

@@ -32,7 +32,7 @@ from workers.models.causal_lm import body_of, replaced_forward
 from workers.models.state import local_shard
 from workers.models.support import Support
 from workers.training.microbatch import Columns
-from workers.training.passes.packing import Feed, model_inputs, picked, read
+from workers.training.passes.packing import Feed, model_inputs, read, select_reads
 
 if TYPE_CHECKING:
     from workers.parallel.vocabulary import VocabShard
@@ -154,7 +154,7 @@ def in_chunks(
 
     def forward(**inputs: Any) -> tuple[Tensor, ...]:
         head = _Head(module, model_forward, inputs)
-        states = picked(head.run_body(), feed)
+        states = select_reads(head.run_body(), feed)
         columns: Any = _Chunks.apply(head, compute, names, labels, num_rows, states, *head.weights)  # type: ignore[no-untyped-call]
         return tuple(columns)
 

@@ -334,9 +334,9 @@ def read(module: Any, feed: Feed) -> Tensor:
     """Return the head's output at the positions read: [positions, vocabulary or 1]."""
     inputs = model_inputs(module, feed)
     if isinstance(module, ScalarHeadModel):
-        return picked(module(**inputs), feed)
+        return select_reads(module(**inputs), feed)
     if "logits_to_keep" not in inspect.signature(module.forward).parameters:
-        return picked(module(**inputs).logits, feed)
+        return select_reads(module(**inputs).logits, feed)
 
     output: Tensor
     if feed.packed:
@@ -348,7 +348,7 @@ def read(module: Any, feed: Feed) -> Tensor:
     return output
 
 
-def picked(output: Tensor, feed: Feed) -> Tensor:
+def select_reads(output: Tensor, feed: Feed) -> Tensor:
     """Pick the positions read from an output of every position: [positions, size]."""
     return output[0].index_select(0, feed.reads) if feed.packed else output[feed.reads]
 

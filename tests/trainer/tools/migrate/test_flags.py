@@ -12,10 +12,10 @@ from verl_like.errors import ConfigError
 def table() -> Table:
     table = Table("coati", "all")
     table.rows = {
-        "rows": FlagRow.of({"with": "x", "default": 8}),
-        "kind": FlagRow.of({"with": "x"}),
+        "rows": FlagRow.from_fields({"with": "x", "default": 8}),
+        "kind": FlagRow.from_fields({"with": "x"}),
     }
-    table.rows["twice"] = FlagRow.of({"set": {"data.max_length": "{whole(twice / 2)}"}})
+    table.rows["twice"] = FlagRow.from_fields({"set": {"data.max_length": "{whole(twice / 2)}"}})
     table.rules = []
     return table
 
