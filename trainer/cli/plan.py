@@ -48,7 +48,7 @@ from trainer.config import compose
 from trainer.config.devices import GPUS_PER_NODE
 from trainer.config.settings import overrides_of
 from trainer.rows.trainer import longest_row
-from trainer.tools.planner.cost import NUMBERS, POINTS, device_of, spread
+from trainer.tools.planner.cost import NUMBERS, POINTS, assumed_lengths, device_of
 from trainer.tools.planner.job import Job, cluster_keys
 from trainer.tools.planner.ppo import PPOJob
 from trainer.tools.planner.text import MAX_GPUS, NO_FILES, plan_text
@@ -143,7 +143,7 @@ def job_of(arguments: Sequence[str]) -> Job:
 def _lengths(options: Mapping[str, Any], part: str, limit_key: str, most: int) -> Sequence[float]:
     """Return equally likely lengths of responses or rows, from a file or from their mean."""
     if "lengths" not in options:
-        return spread(_mean(options, part, limit_key, most), most)
+        return assumed_lengths(_mean(options, part, limit_key, most), most)
     if f"mean_{part}" in options:
         raise ConfigError(f"--lengths and --mean-{part} set the same lengths. Use only one.")
     lengths = read_lengths(options["lengths"])

@@ -142,7 +142,7 @@ LARGEST: dict[str, tuple[float, str]] = {
 """Maps a metric to (largest normal absolute value, advice for larger values)."""
 
 
-def skipped(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
+def skipped_updates_of_ppo(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmTexts:
     """Report skipped updates; for actor and critic, rewards and advantages may be the cause."""
     return skipped_updates(metrics, first, "at their rewards and advantages, ")
 
@@ -188,7 +188,7 @@ def zero_scores(metrics: Mapping[str, float], first: dict[str, float]) -> AlarmT
         )
 
 
-def distances(metrics: Mapping[str, float], _: dict[str, float]) -> AlarmTexts:
+def large_kl(metrics: Mapping[str, float], _: dict[str, float]) -> AlarmTexts:
     """Report a policy that moved far in one step, or is far from the reference or the rollout."""
     for name, (largest, story) in LARGEST.items():
         value = metrics.get(name, 0.0)
@@ -196,4 +196,4 @@ def distances(metrics: Mapping[str, float], _: dict[str, float]) -> AlarmTexts:
             yield name, f"{name} is {value:.3g}: {story}"
 
 
-ALARM_RULES = (skipped, unchanged_weights, entropy, zero_scores, distances)
+ALARM_RULES = (skipped_updates_of_ppo, unchanged_weights, entropy, zero_scores, large_kl)

@@ -19,7 +19,7 @@ Learning     actor_rollout_ref.actor.optim.lr=1e-6 critic.optim.lr=1e-5
 Memory       actor_rollout_ref.model.lora_rank=32  LoRA (default: 0, off)
 Length       trainer.total_epochs=1 (default) or trainer.total_training_steps=99
 Run          trainer.default_local_dir=DIR  the same command resumes the run
-             trainer.save_freq=50 trainer.logger=[console,wandb]
+             trainer.save_freq=50 (steps) trainer.logger=[console,wandb]
 Devices      trainer.nnodes=1 trainer.n_gpus_per_node=4 trainer.device=cpu|cuda
              trainer.backend=ray|local ray.address=HOST:PORT
 Placement    placement=colocate|split|standalone

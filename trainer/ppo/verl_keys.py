@@ -180,7 +180,7 @@ def translate_key(
     A key that has the same name in this project also counts as verl's. `settings` has all keys of
     the command.
     """
-    key = older(key)
+    key = older_name_of(key)
     table = tables()
     if key in table.changes_nothing:
         return KeyTranslation(nothing=table.changes_nothing[key])
@@ -313,12 +313,12 @@ def _flat(tree: Mapping[str, Any], above: str = "") -> dict[str, str]:
     values: dict[str, str] = {}
     for name, value in tree.items():
         is_section = isinstance(value, Mapping) and value
-        key = older(f"{above}{name}")
+        key = older_name_of(f"{above}{name}")
         values |= _flat(value, f"{above}{name}.") if is_section else {key: as_text(value, key)}
     return values
 
 
-def older(key: str) -> str:
+def older_name_of(key: str) -> str:
     """Return the table's name for a key of rewards, whose name differs between versions of verl."""
     start = next((name for name in tables().newer if f"{key}.".startswith(f"{name}.")), "")
     return tables().newer[start] + key.removeprefix(start) if start else key

@@ -155,7 +155,7 @@ def metric_names(metrics: MetricLines) -> list[str]:
     return list(dict.fromkeys(name for line in metrics for name in line))
 
 
-def spread(items: Sequence[Any], limit: int) -> list[Any]:
+def evenly_spaced(items: Sequence[Any], limit: int) -> list[Any]:
     """Return at most `limit` of the items, evenly spaced from the first to the last."""
     if len(items) <= limit:
         return list(items)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from trainer.config.schema import TRACKERS, RunConfig, check_tracker_methods
-from trainer.run_folder.metrics import spread
+from trainer.run_folder.metrics import evenly_spaced
 from verl_like.files import json_line, json_objects
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Tracking:
         for name in ("validation", "rollouts") if shows_rollouts else ("validation",):
             rows, _ = json_objects(self.folder / name / f"{step}.jsonl")
             # the best, the worst and some others
-            some = spread(sorted(rows, key=lambda row: -float(row["score"])), MAX_SAMPLES)
+            some = evenly_spaced(sorted(rows, key=lambda row: -float(row["score"])), MAX_SAMPLES)
             if some:
                 for tracker in takers:
                     tracker.write_samples(name, some, step)

@@ -47,7 +47,7 @@ from workers.training.microbatch import (
     micro_batches,
     mini_batch,
     on_host,
-    spread,
+    split_largest,
 )
 from workers.training.optim import (
     CONFIGURED,
@@ -292,7 +292,7 @@ class TrainEngine(Model):
         if budget.tokens is None or num_stages == 1:
             return cuts
         # at least as many micro-batches as stages, so that all stages have work
-        return spread(cuts, self.row_passes.lengths(reads), num_stages)
+        return split_largest(cuts, self.row_passes.lengths(reads), num_stages)
 
     def restored(self, rows: Rows, pass_outputs: PassOutputs, cuts: Cuts) -> RowColumns:
         """Return the outputs of micro-batches in the order of the rows."""

@@ -311,7 +311,7 @@ def mini_batch(
     return MiniBatch(columns, num_rows, num_tokens, [rows.names[row] for row in mine.tolist()])
 
 
-def spread(cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: int) -> Cuts:
+def split_largest(cuts: Sequence[Sequence[int]], lengths: Sequence[int], num_passes: int) -> Cuts:
     """Split the largest micro-batches until there are `num_passes`, or only single rows."""
     batches = [list(rows) for rows in cuts]
     while len(batches) < num_passes:

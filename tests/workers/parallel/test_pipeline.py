@@ -22,7 +22,7 @@ from workers.parallel.pipeline import (
     schedule,
     stage_ranges,
 )
-from workers.training.microbatch import spread
+from workers.training.microbatch import split_largest
 from workers.training.role_model_spec import RoleModelSpec
 
 KINDS = ("gpipe", "1f1b", "interleaved")
@@ -131,9 +131,9 @@ def test_embeddings_and_head_count_as_much_as_layers() -> None:
 
 
 def test_few_passes_are_halved_until_every_rank_has_one() -> None:
-    assert spread([[0, 1, 2, 3, 4]], [9, 8, 5, 3, 1], 2) == [[0, 2, 4], [1, 3]]
-    assert spread([[0, 1], [2, 3, 4]], [9, 8, 2, 2, 1], 3) == [[0], [1], [2, 3, 4]]
-    assert spread([[1], [0]], [3, 4], 4) == [[1], [0]]
+    assert split_largest([[0, 1, 2, 3, 4]], [9, 8, 5, 3, 1], 2) == [[0, 2, 4], [1, 3]]
+    assert split_largest([[0, 1], [2, 3, 4]], [9, 8, 2, 2, 1], 3) == [[0], [1], [2, 3, 4]]
+    assert split_largest([[1], [0]], [3, 4], 4) == [[1], [0]]
 
 
 def spec_of(folder: Path, pp: int, **settings: Any) -> RoleModelSpec:

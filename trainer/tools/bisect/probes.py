@@ -378,7 +378,7 @@ COEFFICIENTS = {"rewards": "algorithm.kl_ctrl.kl_coef", "loss": f"{ACTOR}.kl_los
 # ---------------------------------------------------------------------------------- the search
 
 
-def fitting(name: str, step: Step) -> list[Settings]:
+def fitting_settings(name: str, step: Step) -> list[Settings]:
     """Return the settings with which a field's formula gives the numbers that a side recorded.
 
     Of these, the ones with the fewest changes of the run's settings are returned.
@@ -430,7 +430,7 @@ def fitted(name: str, step: Step, settings: Settings, changed: set[str]) -> Sett
 
 def formulas_of(name: str, steps: Sequence[Step]) -> list[list[Settings]]:
     """Return the settings that give each side's numbers; none if some give both sides' numbers."""
-    fits = [fitting(name, step) for step in steps] if name in FORMULAS else [[], []]
+    fits = [fitting_settings(name, step) for step in steps] if name in FORMULAS else [[], []]
     for step, of_other in zip(steps, reversed(fits), strict=True):
         if any(fitted(name, step, settings, set()) == settings for settings in of_other):
             return [[], []]

@@ -231,7 +231,7 @@ def different_settings(a: Side, b: Side) -> dict[str, list[Any]]:
             del pairs[key]
     common = sorted(set.intersection(*map(set, models))) if len(models) == 2 else []
     pairs |= {f"model's {key}": [model[key] for model in models] for key in common}
-    return {key: pair for key, pair in pairs.items() if not same(*pair)}
+    return {key: pair for key, pair in pairs.items() if not are_equal(*pair)}
 
 
 def model_config(side: Side) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def model_config(side: Side) -> dict[str, Any]:
     return {key: x for key, x in config.items() if key not in ("_name_or_path", "dtype")}
 
 
-def same(x: Any, y: Any) -> bool:
+def are_equal(x: Any, y: Any) -> bool:
     """Return whether two settings are equal; numbers may be text, and files have their contents."""
     try:
         return bool(np.isclose(float(x), float(y), rtol=1e-6, atol=0))

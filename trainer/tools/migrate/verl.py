@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from trainer.ppo.verl_keys import TRACKERS, configuration, older, translate_key, with_trackers
+from trainer.ppo.verl_keys import (
+    TRACKERS,
+    configuration,
+    older_name_of,
+    translate_key,
+    with_trackers,
+)
 from trainer.tools.migrate.recorder import Command
 from trainer.tools.migrate.translation import (
     CommandFlags,
@@ -127,7 +133,7 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
         if match is None:
             raise ConfigError(f"{word!r} is not a setting `key=value`.")
         if not match["key"].startswith("hydra."):
-            settings[older(match["key"])] = match["value"]
+            settings[older_name_of(match["key"])] = match["value"]
     return settings
 
 

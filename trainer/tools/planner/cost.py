@@ -153,7 +153,7 @@ class StepRows:
         return squares / len(self.responses) / 2
 
 
-def spread(mean: float, most: float) -> tuple[float, ...]:
+def assumed_lengths(mean: float, most: float) -> tuple[float, ...]:
     """Return lengths with this mean; quantile u in [0, 1] is most * u^(most/mean - 1)."""
     power = most / mean - 1
     return tuple(most * ((i + 0.5) / POINTS) ** power for i in range(POINTS))

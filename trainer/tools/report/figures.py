@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
 
-from trainer.run_folder.metrics import MetricLines, metric_names, series, spread
+from trainer.run_folder.metrics import MetricLines, evenly_spaced, metric_names, series
 from trainer.tools.report.read import TracedCall, pools_at_work
 from trainer.tools.report.trajectories import FAILED, NO_SUCCESS, PARTIAL, SUCCESS
 
@@ -251,7 +251,7 @@ def timeline(calls: Sequence[TracedCall], cuts: Sequence[float] = ()) -> str:
     A lane is for one pool, role and rank; there are at most `MAX_LANES`. With several pools, a row
     at the bottom shows when they were busy at the same time.
     """
-    shown = spread(sorted({(call.pool, call.lane) for call in calls}), MAX_LANES)
+    shown = evenly_spaced(sorted({(call.pool, call.lane) for call in calls}), MAX_LANES)
     row_of = {lane: row for row, lane in enumerate(shown)}
     origin, under = calls[0].start, len(shown) + 0.2
     drawn = []
@@ -296,7 +296,9 @@ def shares(rows: Sequence[tuple[str, float, float]]) -> str:
 
 def activity(seconds: Mapping[str, Mapping[str, float]]) -> str:
     """Return an SVG chart of roles: percentages of time busy, waiting and syncing."""
-    roles = [role for role in spread(list(seconds), MAX_LANES) if sum(seconds[role].values()) > 0]
+    roles = [
+        role for role in evenly_spaced(list(seconds), MAX_LANES) if sum(seconds[role].values()) > 0
+    ]
     if not roles:
         return ""
     drawn = []
@@ -370,7 +372,7 @@ def running_mean(
 
 def _thin(steps: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return at most `MAX_POINTS` points, because a screen cannot show more."""
-    points = spread(list(zip(steps, values, strict=True)), MAX_POINTS)
+    points = evenly_spaced(list(zip(steps, values, strict=True)), MAX_POINTS)
     return [step for step, _ in points], [value for _, value in points]
 
 

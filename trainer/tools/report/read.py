@@ -22,11 +22,11 @@ from trainer.run_folder.accounts import read_ledger
 from trainer.run_folder.folder import CHANGES_FILE
 from trainer.run_folder.metrics import (
     MetricLines,
+    evenly_spaced,
     is_number,
     read_lines,
     read_metrics,
     series,
-    spread,
 )
 from trainer.tools.report.trajectories import (
     TRAJECTORIES_PER_STEP,
@@ -181,7 +181,7 @@ def _read_starts(path: Path, notes: list[str]) -> list[RunStart]:
     """Return the first and the last starts of the run, if they were recorded."""
     rows = read_lines(path, notes) if path.is_file() else []
     starts = []
-    for row in spread(rows, SHOWN_STARTS):
+    for row in evenly_spaced(rows, SHOWN_STARTS):
         versions = row.get("versions")
         named = versions.items() if isinstance(versions, dict) else ()
         shown = ", ".join(f"{name} {version}" for name, version in named)
@@ -194,11 +194,11 @@ def _read_samples(folder: Path, notes: list[str]) -> list[ShownSample]:
     """Return samples of some steps, first and last included, with the best and worst of each."""
     samples = []
     thumbnails = Thumbnails()
-    for path in spread(_sample_files(folder), SAMPLED_STEPS):
+    for path in evenly_spaced(_sample_files(folder), SAMPLED_STEPS):
         rows = read_lines(path, notes)
         rows.sort(key=_score_of, reverse=True)
         has_turns = any("turns" in row for row in rows)
-        for row in spread(rows, TRAJECTORIES_PER_STEP if has_turns else SAMPLES_PER_STEP):
+        for row in evenly_spaced(rows, TRAJECTORIES_PER_STEP if has_turns else SAMPLES_PER_STEP):
             trajectory = trajectory_of(row) if has_turns else None
             images = thumbnails.of(row["images"]) if "images" in row else ()
             sample = _shown(row, int(path.stem))
@@ -220,7 +220,7 @@ def _first_and_last(folder: Path, notes: list[str]) -> list[tuple[ShownSample, S
             for path in (files[0], files[-1])
         )
         both = [prompt for prompt in first if prompt in last]
-        shown = spread(both, COMPARED_PROMPTS)
+        shown = evenly_spaced(both, COMPARED_PROMPTS)
         if shown:
             steps = int(files[0].stem), int(files[-1].stem)
             return [(_shown(first[p], steps[0]), _shown(last[p], steps[1])) for p in shown]

@@ -12,7 +12,7 @@ import torch
 
 from trainer.cli.bisect import bisect
 from trainer.tools.bisect.adapters import datum_arrays
-from trainer.tools.bisect.probes import fitting
+from trainer.tools.bisect.probes import fitting_settings
 from trainer.tools.bisect.sides import Step, open_side
 from verl_like.record import Recorder, RecordError
 
@@ -97,6 +97,7 @@ def test_the_loop_of_a_client_of_tinker_is_a_record(tmp_path: Path) -> None:
     assert finding.stage == "learning rate"
     assert "learning_rate is 0.0001 in A" in str(finding.causes)
     formulas = {
-        x["groups"] for x in fitting("advantages", Step.of(open_side(str(tmp_path / "a")), 1))
+        x["groups"]
+        for x in fitting_settings("advantages", Step.of(open_side(str(tmp_path / "a")), 1))
     }
     assert formulas == {"as recorded"}
