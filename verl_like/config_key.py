@@ -279,7 +279,8 @@ def config_field(
     Args:
         default: the default; without it and `factory`, users must set the key.
         factory: returns the default; use it for lists and dicts.
-        read_when: the conditions under which a run reads the key. Setting it otherwise is an error.
+        read_when: the conditions under which a run reads the key. Set otherwise, it has no effect,
+            and a notice says so.
         rules: the fields of `KeyRules`.
     """
     conditions = (read_when,) if isinstance(read_when, ReadWhen) else tuple(read_when)

@@ -19,11 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.observers.alarms import ENTROPY_LEFT, KL_JUMP
-from trainer.run_folder.accounts import (
-    describe_tokens,
-    seconds_by_role,
-    tokens_of,
-)
+from trainer.run_folder.accounts import describe_tokens, seconds_by_role, tokens_of
 from trainer.run_folder.folder import REPORT_FILE, RESTARTS_FILE, describe_lost_steps
 from trainer.run_folder.metrics import SAMPLED, is_number, metric_names
 from trainer.tools.report import figures as report_figures
