@@ -16,10 +16,10 @@ from trainer.tools.planner.cost import (
     Gpus,
     ModelCost,
     StepRows,
+    assumed_lengths,
     decode_seconds,
     device_of,
     pass_seconds,
-    spread,
     sync_seconds,
 )
 from trainer.tools.planner.records import CallWork, Records, products_only
@@ -161,7 +161,7 @@ def test_a_cache_too_small_for_a_row_is_no_layout() -> None:
 
 @pytest.mark.parametrize("mean", [100, 256, 400, 512])
 def test_lengths_have_the_requested_mean(mean: float) -> None:
-    rows = StepRows(64, 64, 128, spread(mean, 512))
+    rows = StepRows(64, 64, 128, assumed_lengths(mean, 512))
     assert rows.mean_response == pytest.approx(mean, rel=0.01)
     assert rows.responses[-1] <= 512
 
