@@ -16,7 +16,10 @@ import yaml
 from cards import preset_leaves
 
 from trainer.api.flat_names import PPO_NAMES, ROW_NAMES, SWITCHES
+from trainer.async_training.recipe import ASYNC
+from trainer.config.keys import flat_config
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.recipe import load_config
 from trainer.sft.recipe import SFTConfig
 from verl_like import Worker
 from verl_like.calls.future import WorkerFuture
@@ -142,12 +145,15 @@ def first_sentence(text: str) -> str:
 def keyword_table() -> str:
     """Return the keywords of runs from Python with their keys and defaults."""
     preset, lines = preset_leaves("algorithm", "grpo"), ["Keyword|Key|Default", "---|---|---"]
+    defaults, of_rows = flat_config(PPOConfig()), flat_config(SFTConfig())
+    needed = ["data.train_files=x", "actor_rollout_ref.model.path=y"]
+    of_async = load_config(needed, ASYNC).trainer.n_gpus_per_node
     for name, key in PPO_NAMES.items():
-        is_off = key in SWITCHES and not default_of(SWITCHES[key], PPOConfig())
-        default = "off" if is_off else f"`{default_of(key, PPOConfig())!r}`"
+        is_off = key in SWITCHES and not defaults[SWITCHES[key]]
+        default = "off" if is_off else f"`{defaults[key]!r}`"
         of_grpo = f"`{preset[key]!r}`" if key in preset else default
         default += "" if of_grpo == default else f" (`GRPO`: {of_grpo})"
-        default += " (`AsyncPPO`: `2`)" if name == "devices" else ""
+        default += f" (`AsyncPPO`: `{of_async}`)" if name == "devices" else ""
         lines.append(f"`{name}`|`{key}`|{'a new folder' if name == 'save_to' else default}")
     alike = [name for name in ROW_NAMES if name in PPO_NAMES]
     for name in alike:
@@ -155,17 +161,10 @@ def keyword_table() -> str:
     further = [f"`{name}` (`{key}`)" for name, key in ROW_NAMES.items() if name not in PPO_NAMES]
     names = ", ".join([*(f"`{name}`" for name in alike), *further])
     table = "\n".join(lines)
-    lr, size = (default_of(ROW_NAMES[name], SFTConfig()) for name in ("lr", "batch_size"))
+    lr, size = (of_rows[ROW_NAMES[name]] for name in ("lr", "batch_size"))
     return (
         f"`PPO`, `GRPO` and `AsyncPPO` have these keywords:\n\n{table}\n\n"
         f"`SFT`, `RewardModelTraining`, `DPO` and `KTO` have {names}. Their keys have no "
         f"`actor_rollout_ref.` or `actor.`: `lr` is `optim.lr`, by default `{lr}`. "
         f"`batch_size` is by default `{size}`."
     )
-
-
-def default_of(key: str, config: Any) -> Any:
-    """Return the value at a dotted key, which may be in a dict."""
-    for part in key.split("."):
-        config = config[part] if isinstance(config, dict) else getattr(config, part)
-    return config

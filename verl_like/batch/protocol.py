@@ -639,7 +639,7 @@ class DataProto:
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
-        """Read a file of `save_to_disk`, from any source: nothing in it is executed."""
+        """Read a file of `save_to_disk`, even of a stranger, because reading runs no code."""
         from verl_like.batch import formats
 
         return formats.load(filepath, cls._from_parts)

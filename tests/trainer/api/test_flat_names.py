@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import re
 import traceback
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +22,7 @@ from trainer.api.flat_names import (
     trl_names,
 )
 from trainer.api.python_run import bare_errors
-from trainer.config.keys import named_keys
+from trainer.config.keys import flat_config, named_keys
 from trainer.ppo.config import PPOConfig
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from verl_like.calls.messages import RemoteError
@@ -240,8 +237,8 @@ def test_the_docstring_shows_the_defaults_of_the_keys(cls: Any) -> None:
     needed = ["data.train_files=x", f"{[*cls._model_sections.values()][0]}.path=y"]
     presets = [f"{group}={preset}" for group, preset in cls._presets.items()]
     config: Any = load_config([*needed, *presets], recipe)
-    tree: Any = dataclasses.asdict(config)
-    expected = {name: reduce(getitem, key.split("."), tree) for name, key in names.items()}
+    values = flat_config(config)
+    expected = {name: values[key] for name, key in names.items()}
     if "kl_loss_coef" in names and not config.actor_rollout_ref.actor.use_kl_loss:
         expected["kl_loss_coef"] = 0
     engine = PPOConfig().actor_rollout_ref.rollout.name
