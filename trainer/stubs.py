@@ -54,10 +54,12 @@ SIZES = (
     "async_training.max_inflight_samples",
 )
 """Keys that are smaller in a step on stubs."""
+OURS = ("trainer.", "workers.")
+"""The beginnings of the dotted names of our own classes."""
 UNREAD = re.compile(r"(enable_gradient_checkpointing|ppo_max_token_len_per_gpu)=\w+")
 """Keys that no step reads, and that vary while passes are fitted into the memory."""
-_traces: dict[tuple[type, int, str], tuple[list[CallNode], str]] = {}
-"""Trainer's class, scale and small configuration -> the result of `trace_step`."""
+_traces: dict[tuple[type, int, str], tuple[list[CallNode], Exception | None]] = {}
+"""Trainer's class, scale and small configuration -> the calls of a step, and its error."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def trace_step(config: Any, trainer_cls: type | None = None) -> tuple[list[CallN
     """Return the calls of a step in the order of their launch, and why the list ends early, or "".
 
     The class is by default `trainer.cls`. If the run has several generators, a node stands for the
-    roles of all of them.
+    roles of all of them. If the step of a dry run fails without code of the user in it, the stubs
+    differ from what they replace, which raises.
     """
     cls = trainer_cls or trainer_class(config)
     sizes = {key: _read(config, key) for key in SIZES}
@@ -108,13 +111,32 @@ def trace_step(config: Any, trainer_cls: type | None = None) -> tuple[list[CallN
     small: Any = replace_keys(config, {key: size // scale for key, size in sizes.items()})
     key = cls, scale, UNREAD.sub("", repr(small))
     if key not in _traces:
-        calls, problem = _record(cls, small)
-        _traces[key] = _nodes(config, calls, scale), problem
-    return _traces[key]
+        calls, error = _record(cls, small)
+        _traces[key] = _nodes(config, calls, scale), error
+    nodes, error = _traces[key]
+    if error is None:
+        return nodes, ""
+    problem = f"{type(error).__name__}: {error}"
+    if config.trainer.dry_run and not own_code(config, cls):
+        raise AssertionError(
+            f"the step of {cls.__name__} failed on stubs, which is a bug of verl_like ({problem}). "
+            "Without its calls, the plan would be wrong. The run itself uses no stubs: start it "
+            "without a plan, and report this traceback."
+        ) from error
+    return nodes, problem
 
 
-def _record(cls: Any, config: Any) -> tuple[list[dict[str, Any]], str]:
-    """Return the calls of a step, and its error or ""."""
+def own_code(config: Any, trainer_cls: type) -> list[str]:
+    """Return the names of the user's classes and functions in a step on stubs."""
+    names = [f"{trainer_cls.__module__}.{trainer_cls.__qualname__}", *config.role_workers.values()]
+    names += [_read(config, "algorithm.adv_estimator") or ""]
+    names += [_read(config, "actor_rollout_ref.actor.policy_loss.loss_mode") or ""]
+    is_path = re.compile("[.:]")
+    return [name for name in names if is_path.search(name) and not name.startswith(OURS)]
+
+
+def _record(cls: Any, config: Any) -> tuple[list[dict[str, Any]], Exception | None]:
+    """Return the calls of a step, and its error, if it failed."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as at_end:
         groups = StubGroups(config)
         changes = {"default_local_dir": folder, "backend": "local", "resume_mode": "disable"}
@@ -133,8 +155,8 @@ def _record(cls: Any, config: Any) -> tuple[list[dict[str, Any]], str]:
             with trainer.clock("step"):
                 trainer.step()
         except Exception as error:  # noqa: BLE001 - whatever a user's step raises on stubs
-            return run.calls, f"{type(error).__name__}: {error}"
-    return run.calls, ""
+            return run.calls, error
+    return run.calls, None
 
 
 def _read(config: Any, name: str) -> Any:

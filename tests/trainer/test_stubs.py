@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer.async_training.recipe import ASYNC
 from trainer.config import compose
+from trainer.data.loader import RowLoader
 from trainer.ppo.memory import sizes_of_step
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
@@ -121,3 +122,67 @@ def test_an_overridden_step_on_rows_shows_its_calls() -> None:
     nodes, problem = trace_step(config_of(DPO), ScoresFirst)
     assert not problem
     assert ("mine", "preference.compute_log_prob") in [node.key for node in nodes]
+
+
+PTX = "ptx.train_files=x"
+TEACHER = "distillation.teacher_model.model_path=y"
+JUDGES = "reward.list=[{name: a, kind: model, path: y}, {name: b, kind: model, path: z}]"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode={}"
+ADDS_A_CALL = {
+    "ptx": (PTX,),
+    "ptx of another size": (PTX, "ptx.batch_size=3"),
+    "teacher": (TEACHER,),
+    "teacher and rewards": (TEACHER, "distillation.use_task_rewards=true"),
+    "judge": ("reward.model.enable=true", "reward.model.path=y"),
+    "judges": (JUDGES,),
+    "filter of groups": ("algorithm.filter_groups.enable=true", "actor_rollout_ref.rollout.n=4"),
+    "filter of scores": ("algorithm.use_pf_ppo=true",),
+    "filter of lengths": ("algorithm.mask_truncated=true",),
+    "correction that rejects": ("correction=decoupled_geo_rs",),
+    "average of the actor": ("actor_rollout_ref.actor.ema_decay=0.9",),
+    "average of the reference": (
+        "algorithm.use_kl_in_reward=true",
+        "actor_rollout_ref.ref.ema_decay=0.9",
+        "actor_rollout_ref.ref.update_every=2",
+    ),
+    "chosen tokens": (LOSS.format("kl_cov"),),
+    "running norms": ("algorithm.running_norm=[rewards,advantages]",),
+    "a steered entropy": (
+        "actor_rollout_ref.actor.target_entropy=0.5",
+        "actor_rollout_ref.actor.entropy_coeff=0.01",
+    ),
+    "baselines": ("algorithm=remax",),
+    "int8 reference": (
+        "algorithm.use_kl_in_reward=true",
+        "actor_rollout_ref.ref.quantization=int8",
+    ),
+}
+
+
+NOT_ASYNC = ("baselines",)
+"""Settings that generators do not support."""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [(PPO, name) for name in ADDS_A_CALL]
+    + [(ASYNC, name) for name in ADDS_A_CALL if name not in NOT_ASYNC],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_every_setting_that_adds_a_call_has_a_whole_step(recipe: Any, name: str) -> None:
+    samples = samples_of(config_of(recipe, "data.train_batch_size=8", *ADDS_A_CALL[name]))
+    assert "actor.update_actor" in samples
+
+
+def test_a_plan_without_code_of_the_user_never_lacks_a_call_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: RowLoader[Any], count: int) -> Any:
+        raise AttributeError("next_batch")
+
+    monkeypatch.setattr(RowLoader, "next_batch", broken)
+    config = config_of(PPO, PTX, "ptx.batch_size=7")
+    assert "next_batch" in trace_step(config)[1], "a run goes on"
+    planned = config_of(PPO, PTX, "ptx.batch_size=7", "trainer.dry_run=true")
+    with pytest.raises(AssertionError, match="PPOTrainer failed on stubs.*next_batch"):
+        trace_step(planned)

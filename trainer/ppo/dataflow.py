@@ -8,21 +8,24 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from trainer.data.lm_rows import STUB_ROW, lm_batch
+from trainer.data.loader import RowLoader
 from trainer.ppo import scoring
 from trainer.ppo.config import PPOConfig
+from trainer.ppo.roles import recipe_workers
 from trainer.rollouts.samples import EXTRA
 from trainer.stubs import NUM_TOKENS, CallNode, StubFuture, StubGroups, columns_in, stub_columns
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.terminal import draw_table
 from workers.columns import sample_scores
-from workers.config import reward_configs
+from workers.config import model_rewards, reward_configs
 
 REUSE_NOTICE = (
     "note: samples of the current weights need no separate pass for old log-probs: an update is "
@@ -43,6 +46,12 @@ PROBLEM_NOTICE = (
     "columns that workers declare (@batch_columns): {}"
 )
 WAITS = "Each call also waits for the stages before it, unless `only` precedes its waits."
+
+
+class StubTokenizer:
+    """The tokenizer of a step on stubs, which decodes nothing."""
+
+    pad_token_id = 0
 
 
 class StubPrompts:
@@ -100,9 +109,11 @@ class StubRewards:
 
 def stub_inputs(cls: type, config: PPOConfig, groups: StubGroups) -> tuple[Any, ...]:
     """Return the inputs of the trainer in a step on stubs."""
-    prompts = StubPrompts(config, groups)
-    ptx = SimpleNamespace(take=prompts.batch) if config.ptx.train_files else None
-    return SimpleNamespace(pad_token_id=0), prompts, StubRewards(config, groups), ptx
+    ptx = None
+    if config.ptx.train_files:
+        make_batch = partial(lm_batch, pad_token_id=StubTokenizer.pad_token_id)
+        ptx = RowLoader([STUB_ROW], config.trainer.seed, make_batch)
+    return StubTokenizer(), StubPrompts(config, groups), StubRewards(config, groups), ptx
 
 
 def overlaps(nodes: Sequence[CallNode]) -> list[str]:
@@ -123,6 +134,14 @@ def overlaps(nodes: Sequence[CallNode]) -> list[str]:
         if bound:
             lines.append(f"Concurrent in {stage}: {' ‖ '.join(bound)}")
     return lines
+
+
+def calls_of_own_roles(config: PPOConfig, nodes: Sequence[CallNode]) -> list[str]:
+    """Return a line with the calls of roles that the recipe does not have, if there are any."""
+    own = {role for role in config.role_workers if config.kind_of(role) not in recipe_workers()}
+    own -= model_rewards(config).keys()
+    calls = [f"{node.name} in {node.stage}" for node in nodes if own & {*node.roles}]
+    return [f"Calls of your roles: {', '.join(calls)}"] if calls else []
 
 
 def describe(config: PPOConfig, nodes: Sequence[CallNode], problem: str = "") -> str:

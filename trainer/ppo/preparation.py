@@ -120,7 +120,10 @@ def describe(config: PPOConfig, trainer_cls: type, brief: bool = False) -> list[
         trainer_cls = our_class(trainer_cls)
     nodes, problem = trace_step(config, trainer_cls)
     if brief:
-        return [memory, batch_line(config), "\n".join(dataflow.overlaps(nodes))]
+        calls = [*dataflow.overlaps(nodes), *dataflow.calls_of_own_roles(config, nodes)]
+        if problem and config.trainer.dry_run:
+            calls.append(dataflow.PROBLEM_NOTICE.format(problem))
+        return [memory, batch_line(config), "\n".join(calls)]
     return [memory, batch_table(config, nodes), dataflow.describe(config, nodes, problem)]
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.runs import overrides
 from tests.trainer.tools.report.report_runs import make_run
-from trainer import load_config
+from trainer import PPOTrainer, load_config
 from trainer.async_training.recipe import ASYNC
 from trainer.cli.check import explain, full_plan, main
 from trainer.launch import NO_ERRORS
@@ -145,6 +146,40 @@ def test_a_run_is_checked_for_gpus_of_another_machine(
     assert "trainer.simulate" not in text.partition("Next: ")[2]
     assert "Calls of a step" not in text
     assert not (tmp_path / "run").exists()
+
+
+OWN_ROLE = (
+    "trainer.cls=verifier.TrainerWithVerifier",
+    "+role_workers.verifier=verifier.VerifierWorker",
+    "+role_mapping.verifier=global_pool",
+)
+
+
+class NeedsAColumn(PPOTrainer):
+    """Needs a column that no worker declares."""
+
+    def estimate(self, batch: Any) -> Any:
+        return super().estimate(batch.select(["mine"]))
+
+
+def test_the_short_plan_lists_calls_of_the_user_s_roles(
+    tiny_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend("examples/custom_role")
+    main([*overrides(tiny_dir, tmp_path / "run", "trainer.backend=local", *OWN_ROLE)])
+    calls = "verifier.compute_verdicts in score, verifier.update_verifier in update"
+    assert f"Calls of your roles: {calls}\n" in capsys.readouterr().out
+
+
+def test_the_short_plan_says_that_a_step_fails_on_stubs(
+    tiny_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setting = f"trainer.cls={__name__}.NeedsAColumn"
+    main([*overrides(tiny_dir, tmp_path / "run", "trainer.backend=local", setting)])
+    assert "note: further calls are not known" in capsys.readouterr().out
 
 
 def test_a_python_that_starts_no_worker_is_rejected(tiny_dir: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,36 @@ def test_the_plan_counts_calls_of_overridden_stages(settings: list[str]) -> None
         *(("score", "compute_log_prob"), ("update", "compute_log_prob")),
         ("update", "update_actor"),
     ]
+
+
+def test_the_plan_counts_the_update_of_a_run_with_ptx_rows(settings: list[str]) -> None:
+    job = plan.job_of([*GPUS, *settings, "ptx.train_files=x"])
+    assert ("update", "update_actor") in job.calls("actor")
+
+
+class Fails(PPOTrainer):
+    """Needs a column that no worker writes."""
+
+    def estimate(self, batch: Any) -> Any:
+        return batch.select(["mine"])
+
+
+def fails(token_level_rewards: Any, mine: Any, **_: Any) -> Any:
+    """An estimator of a column that no worker declares."""
+
+
+def test_a_plan_says_whose_calls_it_has_if_the_user_s_class_fails_on_stubs(
+    settings: list[str],
+) -> None:
+    job = plan.job_of([*GPUS, *settings, *TWO_ROLES, f"trainer.cls={__name__}.Fails"])
+    assert ("update", "update_actor") in job.calls("actor")
+    assert re.search(r"note: the step of Fails failed on stubs .*'mine'", plan_text(job))
+
+
+def test_an_estimator_that_fails_on_stubs_ends_the_plan(settings: list[str]) -> None:
+    job = plan.job_of([*GPUS, *settings, f"algorithm.adv_estimator={__name__}.fails"])
+    with pytest.raises(ConfigError, match=r"in your code, .*test_plan\.fails .*Plan with"):
+        job.calls("actor")
 
 
 def test_passes_of_a_number_of_samples_have_their_mean_tokens(settings: list[str]) -> None:

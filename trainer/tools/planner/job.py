@@ -24,7 +24,7 @@ from trainer.launch import nominal_placement, trainer_class
 from trainer.memory import role_models
 from trainer.rows.config import RowConfig
 from trainer.rows.trainer import longest_row, pass_tokens, preflight, role_memories
-from trainer.stubs import CallNode, our_class, trace_step
+from trainer.stubs import CallNode, our_class, own_code, trace_step
 from trainer.tools.planner.cost import Device, Gpus, ModelCost, StepRows, pass_seconds
 from trainer.tools.planner.search import (
     PlannedPlacement,
@@ -36,7 +36,7 @@ from trainer.tools.planner.search import (
     partitions,
 )
 from verl_like.config_key import replace_keys
-from verl_like.errors import ConfigError, PlacementError
+from verl_like.errors import ConfigError, PlacementError, join_few
 from verl_like.placement.pools import expand_roles
 from workers.memory import RoleMemory
 from workers.models.causal_lm import recomputed_layers
@@ -111,11 +111,29 @@ class Job(ABC):
         return self.models_in(self.config)
 
     @functools.cached_property
-    def nodes(self) -> Sequence[CallNode]:
-        """The calls of a step; those of our own class if the user's fails on stubs."""
+    def traced(self) -> tuple[Sequence[CallNode], str]:
+        """The calls of a step, and a note if they are those of our class, as the user's fails."""
         cls = trainer_class(self.config)
         nodes, problem = trace_step(self.config, cls)
-        return trace_step(self.config, our_class(cls))[0] if problem else nodes
+        if not problem:
+            return nodes, ""
+        ours = our_class(cls)
+        nodes, problem_of_ours = trace_step(self.config, ours)
+        if problem_of_ours:
+            raise ConfigError(
+                f"the plan does not know the calls of a step: the step failed on stubs in your "
+                f"code, {join_few(own_code(self.config, ours))} ({problem_of_ours}). Plan with "
+                "algorithm.adv_estimator=gae or grpo and the loss vanilla, which take as long."
+            )
+        return nodes, (
+            f"note: the step of {cls.__name__} failed on stubs ({problem}), so the plan has the "
+            f"calls of {ours.__name__}."
+        )
+
+    @property
+    def nodes(self) -> Sequence[CallNode]:
+        """The calls of a step."""
+        return self.traced[0]
 
     def calls(self, role: str) -> Sequence[tuple[str, str]]:
         """Return (stage, method) of every call of the role with a batch in a step.

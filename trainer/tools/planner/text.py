@@ -75,6 +75,7 @@ def plan_text(job: Job) -> str:
         f"{speed}\n"
         f"GPUs: {job.num_gpus:,} x {job.device.name}, {min(job.num_gpus, job.per_node)} per node\n"
         f"Step: {job.describe_rows}\n{_engine(job)}{PREDICTED} {_evidence(job)}",
+        job.traced[1],
         "\n".join(_table(job, best)),
         memory_table(job.memories(config), gpus, heading=f"Memory of {kind} 1"),
         _listed(f"Slower than {kind} 1:", [*islice(slower, MAX_SHOWN)]),
