@@ -19,7 +19,7 @@ that differ and the metrics at the end follows.
   --json   print one JSON object
 
 The exit code is 0 if all is equal up to rounding, 1 if a number differs, and 2
-if the records do not tell.
+if the records do not tell, for example because one of them ends early.
 """
 
 from __future__ import annotations

@@ -124,13 +124,15 @@ def advantages(name: str, step: Step, settings: Settings, changed: set[str]) -> 
     parameters = {*inspect.signature(function).parameters}
     if not changed <= {"estimator", "groups", "inputs", "then", *parameters}:
         return None
-    truncated = step.arrays.get("truncated", np.zeros(len(mask)))
+    truncated = torch.from_numpy(step.arrays.get("truncated", np.zeros(len(mask))) != 0)
+    bootstraps = step.side.setting("algorithm.bootstrap_truncated")
     columns = settings | {n: step.tensor(n) for n in parameters & step.arrays.keys()}
     columns |= {
         "token_level_rewards": on_last(step.tensor(settings["inputs"]), mask),
         "response_mask": mask.float(),
         "index": groupings(step)[settings["groups"]],
-        "complete": torch.from_numpy(truncated == 0).float(),
+        "truncated": truncated if bootstraps else None,
+        "complete": (~truncated).float(),
     }
     values, _ = function(**{n: x for n, x in columns.items() if n in parameters})
     return [THEN[settings["then"]](values, mask, float(abs(step.arrays[name]).max()))]

@@ -109,7 +109,22 @@ def walk(
         finding.verdict = "cannot tell"
         finding.reason = f"{len(common)} common steps and no common field: "
         finding.reason += f"A has {fields[0]}; B has {fields[1]}"
+    elif absent := absent_step(a, b, common):
+        finding.verdict = "cannot tell"
+        finding.reason = f"{absent}; the steps of both are equal: {', '.join(finding.compared)}"
     return finding, None
+
+
+def absent_step(a: Side, b: Side, common: Sequence[int]) -> str:
+    """Return which step one side lacks after the first common step, or an empty text."""
+    for (name, side), (other_name, other) in (("A", a), ("B", b)), (("B", b), ("A", a)):
+        absent = sorted(n for n in other.steps.keys() - side.steps.keys() if n > common[0])
+        last = max(side.steps)
+        if absent and absent[0] > last:
+            return f"{name} ends after step {last}, {other_name} goes on to step {absent[-1]}"
+        if absent:
+            return f"{name} has no step {absent[0]}"
+    return ""
 
 
 def differences(a: Step, b: Step, finding: Finding) -> Iterator[tuple[dict[str, Any], Pair]]:

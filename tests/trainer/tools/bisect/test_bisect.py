@@ -12,7 +12,10 @@ import pytest
 import torch
 
 from trainer.cli.bisect import bisect, main
-from trainer.ppo.advantages.estimators import compute_grpo_outcome_advantage
+from trainer.ppo.advantages.estimators import (
+    compute_gae_advantage_return,
+    compute_grpo_outcome_advantage,
+)
 from trainer.tools.bisect.sides import OURS, Side, read_arrays
 from trainer.tools.bisect.walk import different_settings
 from verl_like.record import Recorder, RecordError
@@ -116,6 +119,28 @@ def test_the_first_stage_and_its_cause_are_named(
     assert cause in str(finding.causes)
 
 
+@pytest.mark.parametrize("bootstrap", [True, False])
+def test_lambdas_of_runs_with_truncated_rows_are_named(tmp_path: Path, bootstrap: bool) -> None:
+    for name, lam in (("a", 0.9), ("b", 1.0)):
+        arrays, _ = step_of(1)
+        arrays["values"] = arrays["rollout_log_probs"] + 0.5 * arrays["response_mask"]
+        arrays["truncated"] = arrays["response_lengths"] == arrays["responses"].shape[1]
+        columns = ("token_level_rewards", "values", "response_mask", "truncated")
+        rewards, values, mask, truncated = (torch.tensor(arrays[x]) for x in columns)
+        ends = truncated if bootstrap else None
+        arrays["advantages"], _ = compute_gae_advantage_return(
+            rewards, values, mask, 1.0, lam, ends
+        )
+        settings = {"algorithm.adv_estimator": "gae", "algorithm.bootstrap_truncated": bootstrap}
+        recorder = Recorder(tmp_path / name, OURS, settings | {"algorithm.lam": lam})
+        recorder.step(1, arrays)
+    finding = bisect(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert (finding.verdict, finding.stage) == ("differs", "advantages")
+    assert "computes with algorithm.lam=0.9; B computes with algorithm.lam=1.0" in str(
+        finding.causes
+    )
+
+
 def with_moments(
     folder: Path,
     name: str,
@@ -207,6 +232,35 @@ def test_records_without_a_common_field_cannot_tell(
         main([str(tmp_path / "a"), str(tmp_path / "b")])
     assert end.value.code == 2
     assert "no common field: A has loss; B has lr" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("steps", "sentence"),
+    [
+        ((1,), "B ends after step 1, A goes on to step 3"),
+        ((1, 3), "B has no step 2"),
+        ((1, 2, 3, 4, 5), "A ends after step 3, B goes on to step 5"),
+    ],
+)
+def test_a_record_that_ends_early_is_not_equal(
+    tmp_path: Path, steps: tuple[int, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, numbers in (("a", (1, 2, 3)), ("b", steps)):
+        recorder = Recorder(tmp_path / name, "mine")
+        for number in numbers:
+            recorder.step(number, loss=1.0)
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert end.value.code == 2
+    assert f"cannot tell: {sentence}" in capsys.readouterr().out
+
+
+def test_a_record_may_begin_later_than_the_other(tmp_path: Path) -> None:
+    for name, numbers in (("a", (0, 1, 2, 3)), ("b", (2, 3))):
+        recorder = Recorder(tmp_path / name, "mine")
+        for number in numbers:
+            recorder.step(number, loss=1.0)
+    assert bisect(str(tmp_path / "a"), str(tmp_path / "b")).verdict == "equal"
 
 
 def header_of(spec: dict[str, Any]) -> bytes:
