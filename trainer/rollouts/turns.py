@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 POLICY = "assistant"
 DIGITS = 6
-"""Decimal places of seconds."""
+"""Decimal places of seconds, and of rewards, which are float32."""
 ENVIRONMENTS = "environments"
 """The lane of environments in the report's timeline."""
 MAX_WAITS = 100
@@ -28,17 +28,18 @@ Turn = dict[str, Any]
 def turn_fields(batch: DataProto, tokenizer: Any) -> dict[str, list[Any]]:
     """Map fields of trajectories to values, one per row.
 
-    The field `turns` is a list of {role, text, reward}. A turn of the policy has the environment's
-    reward, and also its number of tokens, the number of tokens observed after it, and its seconds.
-    Observations, and older responses that an agent sends again, have no reward and none of the
-    other fields. The first observation is part of the prompt.
+    The field `turns` is a list of {role, text, reward}. A turn of the policy has the sum of its
+    rewards, including those that an agent gave when it ended. It also has its number of tokens, the
+    number of tokens observed after it, and its seconds. Observations, and older responses that an
+    agent sends again, have no reward and none of the other fields. The first observation is part of
+    the prompt.
     """
     infos = batch.non_tensor_batch[TRAJECTORY]
     sampled_ids: list[list[int]] = []
     turns_of_rows: list[list[Turn]] = []
-    rows = zip(*token_rows(batch, "responses", "response_mask", "turn"), infos, strict=True)
-    for tokens, mask, numbers, info in rows:
-        policy_turns = _policy_turns(tokens, mask != 0, numbers, sampled_ids)
+    columns = token_rows(batch, "responses", "response_mask", "turn", "environment_rewards")
+    for tokens, mask, numbers, rewards, info in zip(*columns, infos, strict=True):
+        policy_turns = _policy_turns(tokens, mask != 0, numbers, rewards, sampled_ids)
         turns_of_rows.append(
             [turn for sampled in policy_turns for turn in _with_answer(sampled, info)]
         )
@@ -103,7 +104,11 @@ def success_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def _policy_turns(
-    tokens: np.ndarray, is_sampled: np.ndarray, numbers: np.ndarray, sampled_ids: list[list[int]]
+    tokens: np.ndarray,
+    is_sampled: np.ndarray,
+    numbers: np.ndarray,
+    rewards: np.ndarray,
+    sampled_ids: list[list[int]],
 ) -> list[Turn]:
     """Return the policy's turns of a row; the `text` of each is an index into `sampled_ids`."""
     end = int(is_sampled.nonzero()[0].max(initial=-1)) + 1
@@ -113,14 +118,15 @@ def _policy_turns(
         is_in_turn = numbers == number
         ids = tokens[is_in_turn & is_sampled].tolist()
         observed = int((is_in_turn & ~is_sampled).sum())
-        turn = {"role": POLICY, "text": len(sampled_ids), "reward": None, "turn": number}
+        reward = round(float(rewards[:end][is_in_turn].sum()), DIGITS)
+        turn = {"role": POLICY, "text": len(sampled_ids), "reward": reward, "turn": number}
         turns.append({**turn, "tokens": len(ids), "observed_tokens": observed})
         sampled_ids.append(ids)
     return turns
 
 
 def _with_answer(turn: Turn, info: Mapping[str, Any]) -> list[Turn]:
-    """Add reward and seconds to a turn; return it, followed by its observations."""
+    """Add seconds and calls to a turn; return it, followed by its observations."""
     place = turn.pop("turn") + 1
     times, answers = info["times"][place : place + 1], info["answers"][place : place + 1]
     for seconds in times:
@@ -128,7 +134,6 @@ def _with_answer(turn: Turn, info: Mapping[str, Any]) -> list[Turn]:
         turn |= {f"{name}_s": round(seconds[name], DIGITS) for name in names}
     observed: list[Turn] = []
     for answer in answers:
-        turn["reward"] = answer.get("reward")
         turn |= {name: answer[name] for name in ("calls", "errors") if name in answer}
         for message in answer.get("messages", ()):
             text = "".join(texts_of(message["content"], "<image>"))

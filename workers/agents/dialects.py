@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.agents.requests import RejectedRequest
 from workers.chats import has_images, is_image, text_of
 from workers.thoughts import REASONING
 
@@ -100,6 +101,17 @@ def _choice(choice: Any, any_call: str) -> Any:
     return "required" if kind == any_call else kind
 
 
+def _reject_stored_messages(body: Body, names: Sequence[str], sent: str) -> None:
+    """Reject a request that names messages which it does not send: the turn would lack them."""
+    for name in names:
+        if body.get(name) is not None:
+            raise RejectedRequest(
+                f"{name} refers to messages on another server, which the policy cannot read. "
+                f"Send all messages in {sent}, and leave out {name}.",
+                name,
+            )
+
+
 # ------------------------------------------------------------------------------------ Anthropic's
 
 STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -107,6 +119,7 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 def _from_messages(body: Body) -> Body:
     """Return a request of Anthropic's Messages API as a chat request."""
+    _reject_stored_messages(body, ("thread",), "messages")
     translated = ("system", "messages", "tools", "tool_choice", "stop_sequences")
     chat = {name: value for name, value in body.items() if name not in translated}
     chat.pop("context_management", None)
@@ -202,12 +215,13 @@ def _message_events(answer: Body) -> list[Body]:
 
 # --------------------------------------------------------------------------------------- OpenAI's
 
-SERVER_ONLY = ("include", "truncation", "background", "conversation", "client_metadata")
+SERVER_ONLY = ("include", "truncation", "background", "client_metadata")
 """Request fields that are ignored, because they concern OpenAI's servers."""
 
 
 def _from_responses(body: Body) -> Body:
     """Return a request of OpenAI's Responses API as a chat request."""
+    _reject_stored_messages(body, ("conversation", "prompt"), "input")
     translated = ("instructions", "input", "tools", "tool_choice", "max_output_tokens", "text")
     chat = {name: value for name, value in body.items() if name not in (*translated, *SERVER_ONLY)}
     system, items = body.get("instructions"), body.get("input") or ()

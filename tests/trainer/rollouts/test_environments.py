@@ -71,7 +71,20 @@ def test_a_hanging_environment_is_punished(tiny_dir: Path, tmp_path: Path) -> No
     assert line["agents/ended/deadline"] == num_hung / 8
     scores = {bool(row["problem"]): row["score"] for row in rows(tmp_path / "run")}
     assert scores == {True: -1.0, False: 0.0}
+    for row in rows(tmp_path / "run"):
+        assert sum(turn["reward"] or 0.0 for turn in row["turns"]) == row["score"]
     assert line["critic/advantages/min"] < 0 < line["critic/advantages/max"]
+
+
+def test_rewards_by_completion_id_are_written_at_their_turns(
+    tiny_dir: Path, tmp_path: Path
+) -> None:
+    agent = "environment=tests.workers.agents.agents:rewards_turns"
+    play(tiny_dir, tmp_path / "run", *POLICY_ALONE, agent)
+    for row in rows(tmp_path / "run"):
+        assert (row["score"], row["problem"]) == (4.5, None)
+        sampled = [turn["reward"] for turn in row["turns"] if "tokens" in turn]
+        assert sampled == [0.5, 1.5, 2.5]
 
 
 def test_killed_environments_give_no_reward(tiny_dir: Path, tmp_path: Path) -> None:

@@ -128,6 +128,28 @@ def test_messages_have_texts_calls_and_results(session: AgentSession, exchange: 
     assert last["stop_reason"] == "end_turn"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("v1/messages", {**BODY, "thread": {"id": "a"}}),
+        ("v1/messages", {**BODY, "thread": "a"}),
+        ("v1/responses", {"model": "any", "input": "go", "conversation": "a"}),
+        ("v1/responses", {"model": "any", "input": "go", "prompt": {"id": "a"}}),
+    ],
+)
+def test_messages_that_only_another_server_has_are_rejected_by_name(
+    session: AgentSession,  # noqa: F811
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    reply = httpx.post(url(session, path), json=body, timeout=30)
+    name = ({*body} & {"thread", "conversation", "prompt"}).pop()
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, name)
+    assert f"{name} refers to messages on another server" in error["message"]
+    assert f"leave out {name}" in error["message"]
+
+
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
