@@ -7,6 +7,7 @@ each kind in the order in which they are tried: extreme batches come last.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -140,6 +141,36 @@ def every_token(subject: Subject, batch: Batch) -> Pairs:
     mask = batch["response_mask"]
     signs = subject.measure(_on_policy(subject, batch))["gradient"].sign().where(mask > 0, 0)
     yield "on-policy with an advantage of 1", {"gradient's sign": -mask}, {"gradient's sign": signs}
+
+
+def wrong_way(subject: Subject, batch: Batch) -> Pairs:
+    """Check that a token which moved the wrong way keeps its on-policy direction.
+
+    A bad token (advantage -1) that is twice as likely is still pushed back, and a good token (1)
+    that is half as likely is still pulled up. One token per row moves, so the ratio of a sequence
+    stays small. A loss that ignores advantages has no wrong way.
+
+    Likely cause: the loss of the clipped ratio replaces the other, or is the smaller of the two:
+    take the larger, as in torch.maximum(-A * ratio, -A * clipped). If the loss drops such tokens
+    by design, as dual clip with a bound below 2 does, skip the relation.
+    """
+
+    mask = batch["response_mask"]
+    first = mask * (mask.cumsum(1) == 1)
+
+    def signs(advantage: float, ratio: float) -> Tensor:
+        changed = _on_policy(subject, batch)
+        changed["advantages"] = advantage * changed["advantages"]
+        changed["log_prob"] = changed["log_prob"] + math.log(ratio) * first
+        gradient = subject.measure({**changed, "ref_log_prob": changed["log_prob"]})["gradient"]
+        return gradient.sign().where(mask > 0, 0)
+
+    bad, good = signs(-1.0, 1.0), signs(1.0, 1.0)
+    if not torch.equal(bad, good):
+        likelier = "where a token with an advantage of -1 is twice as likely as before"
+        less_likely = "where a token with an advantage of 1 is half as likely as before"
+        yield likelier, {"gradient's sign": bad}, {"gradient's sign": signs(-1.0, 2.0)}
+        yield less_likely, {"gradient's sign": good}, {"gradient's sign": signs(1.0, 0.5)}
 
 
 def holes_in_the_mask(subject: Subject, batch: Batch) -> Pairs:
@@ -346,7 +377,7 @@ CUT = [row_permutation, micro_batch_cut, data_parallel_split]
 TOKENS = [every_token, holes_in_the_mask, declared_aggregation, all_masked, finite_differences]
 GROUPED = [row_permutation, holes_in_the_mask, group_size_one, reward_scale_and_shift]
 RELATIONS: Mapping[str, Sequence[Relation]] = {
-    "policy": [*FIRST, *MASKED, *CUT, *TOKENS, extreme_ratios, nan_outside],
+    "policy": [*FIRST, *MASKED, *CUT, *TOKENS, wrong_way, extreme_ratios, nan_outside],
     "value": [*FIRST, *MASKED, *CUT, *TOKENS, nan_outside],
     "preference": [*FIRST, *CUT, better_side, finite_differences, extreme_ratios],
     "estimator": [*FIRST, *MASKED, *GROUPED, all_masked],

@@ -58,6 +58,28 @@ def number_in_the_middle(log_prob, mask, batch_num_tokens):
     return -(inside.sum(1) * sizes).sum() / max(batch_num_tokens, 1)
 
 
+def clipped_both_ways(log_prob, old_log_prob, advantages, mask):
+    """Return -A r and -A clip(r) of each token."""
+    ratio = log_ratio(log_prob, old_log_prob, mask).exp()
+    advantages = advantages.where(mask > 0, 0)
+    return -advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)
+
+
+def optimistic_clip(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
+    free, clipped = clipped_both_ways(log_prob, old_log_prob, advantages, mask)
+    return torch.minimum(free, clipped).sum() / max(batch_num_tokens, 1)
+
+
+def clipped_alone(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
+    _, clipped = clipped_both_ways(log_prob, old_log_prob, advantages, mask)
+    return clipped.sum() / max(batch_num_tokens, 1)
+
+
+def clipped_below_alone(log_prob, old_log_prob, advantages, mask, batch_num_tokens):
+    ratio = log_ratio(log_prob, old_log_prob, mask).exp().clamp(min=0.8)
+    return -(advantages.where(mask > 0, 0) * ratio).sum() / max(batch_num_tokens, 1)
+
+
 EXTREME = ("nan_outside", "extreme_ratios")
 BUGS: list[tuple[Callable[..., Any], str]] = [
     (subtracts_in_place, "no_side_effects"),
@@ -68,6 +90,9 @@ BUGS: list[tuple[Callable[..., Any], str]] = [
     (always_nan, "finite_numbers"),
     (root_of_masked_tokens, "finite_numbers"),
     (number_in_the_middle, "finite_differences"),
+    (optimistic_clip, "wrong_way"),
+    (clipped_alone, "wrong_way"),
+    (clipped_below_alone, "wrong_way"),
 ]
 
 
@@ -80,6 +105,15 @@ def test_a_common_bug_breaks_its_relation(
     with pytest.raises(BrokenRelation) as caught:
         check_loss(function)
     assert caught.value.relation == relation
+
+
+def test_a_token_that_moved_the_wrong_way_is_named() -> None:
+    words = (
+        r"gradient's sign is -?0, not 1, where a token with an advantage of -1 is twice as likely "
+        r"as before\. Likely cause: .* take the larger"
+    )
+    with pytest.raises(BrokenRelation, match=words):
+        check_loss(optimistic_clip)
 
 
 def test_low_precision_is_reported_as_the_likely_cause() -> None:
@@ -125,6 +159,14 @@ def kl_without_advantages(log_prob, ref_log_prob, mask, batch_num_tokens):
     return (difference.exp() - 1 - difference).sum() / max(batch_num_tokens, 1)
 
 
+def pessimistic_clip_with_a_kl(
+    log_prob, old_log_prob, ref_log_prob, advantages, mask, batch_num_tokens
+):
+    losses = torch.maximum(*clipped_both_ways(log_prob, old_log_prob, advantages, mask))
+    kl = kl_without_advantages(log_prob, ref_log_prob, mask, batch_num_tokens)
+    return losses.sum() / max(batch_num_tokens, 1) + 2 * kl
+
+
 class Module(torch.nn.Module):
     def forward(self, log_prob, mask, batch_num_tokens):
         return -log_prob.where(mask > 0, 0).sum() / max(batch_num_tokens, 1)
@@ -137,6 +179,7 @@ class Module(torch.nn.Module):
         low_precision_of_the_mask,
         weight_without_gradient,
         kl_without_advantages,
+        pessimistic_clip_with_a_kl,
         Module(),
     ],
 )
