@@ -232,19 +232,19 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return full
 
 
-def tensor_on_first(parameter: Tensor, is_first: bool) -> Tensor | None:
-    """Return a weight as one tensor if this rank `is_first` (of its stage), otherwise None.
+def tensor_on_first(parameter: Tensor, ranks: range) -> Tensor | None:
+    """Return a weight as one tensor on the first of `ranks`, which have the same layers.
 
-    If the weight is sharded, this is collective: every rank must call it.
+    The others get None. If the weight is sharded, this is collective: every rank must call it.
     """
     tensor = parameter.detach()
-    if not isinstance(tensor, DTensor):
-        return tensor if is_first else None
-    if tensor.device.type != "cpu":  # sends with NCCL would need additional connections
+    # sends with NCCL would need additional connections
+    if isinstance(tensor, DTensor) and tensor.device.type != "cpu":
         full = full_tensor(tensor)
-        return full if is_first else None
-    # ranks with other replicas do nothing
-    return whole_tensor(tensor, gather_rows) if is_first_replica(tensor) else None
+        return full if dist.get_rank() == ranks.start else None
+    if not is_first_replica(tensor, ranks):
+        return None
+    return whole_tensor(tensor, gather_rows) if isinstance(tensor, DTensor) else tensor
 
 
 def experts_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -62,9 +62,15 @@ class RankGroups:
         return [dist.new_subgroups_by_enumeration(lines)[0] for _ in range(count)]
 
     @property
+    def stage(self) -> range:
+        """The ranks that have the same layers as this rank, which is one of them."""
+        rank, size = 0 if self.world is None else self.world.rank(), self.dims.per_stage
+        return range(rank - rank % size, rank - rank % size + size)
+
+    @property
     def is_first_of_stage(self) -> bool:
         """True for the first of the ranks that have the same layers."""
-        return self.world is None or self.world.rank() % self.dims.per_stage == 0
+        return self.world is None or self.world.rank() == self.stage.start
 
     def _flat(self, *axes: str) -> DeviceMesh:
         """Return these axes of the mesh as one axis."""

@@ -152,12 +152,20 @@ def local_part(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def is_first_replica(tensor: DTensor) -> bool:
-    """True for the first of the ranks that have the same shard of a tensor."""
-    coordinate = tensor.device_mesh.get_coordinate()
+def is_first_replica(tensor: Tensor, ranks: range) -> bool:
+    """True on the first of `ranks` that have the same shard of a tensor, or the same plain tensor.
+
+    `ranks` are all ranks with the same layers. The mesh of a tensor may have only some of them:
+    with tensor parallelism under ddp, every copy of the model has its own mesh.
+    """
+    if not isinstance(tensor, DTensor):
+        return dist.get_rank() == ranks.start
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
     assert coordinate is not None, "a rank holds tensors of its own mesh only"
     places = zip(coordinate, tensor.placements, strict=True)
-    return all(place == 0 for place, placement in places if isinstance(placement, Replicate))
+    is_first = all(place == 0 for place, placement in places if isinstance(placement, Replicate))
+    return is_first and ranks.start in mesh.mesh
 
 
 def whole_tensor(tensor: DTensor, gather: Gather) -> Tensor | None:

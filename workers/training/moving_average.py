@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from workers.models.state import local_rows, local_shard, named_state, persistent_buffers
 from workers.models.tensor_files import WRITE_NOW
 from workers.training.checkpoints.background_copies import FileCopies
-from workers.training.checkpoints.shards import Ranks, read_shards, write_shards
+from workers.training.checkpoints.shards import Ranks, read_shards, write_on_all
 from workers.training.engine import TrainEngine
 from workers.weights.full_weights import ExpectedTensors
 
@@ -133,8 +133,7 @@ class MovingAverageTrainEngine(TrainEngine):
         name = f"the frozen copy of {self.model_config.path}"
         ranks = Ranks(self.groups.world, f"{name} was not written into {folder}")
         tensors, writer = self.without_copies(self._saved()), copies or WRITE_NOW
-        count = self.dims.per_stage
-        ranks.run_on_all(lambda: write_shards(tensors, folder, ranks.mine, count, writer))
+        write_on_all(ranks, tensors, folder, self.groups.stage, writer)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

@@ -265,11 +265,11 @@ def whole_tensors(
 
     Collective: every rank must exhaust the iterator.
     """
-    copies, is_first = model.layers.copies, model.groups.is_first_of_stage
+    copies, stage = model.layers.copies, model.groups.stage
     mine = [(name, weight) for name, weight in named if name not in copies]
     with model.resident():
         gathered = (
-            (n, full_tensor(w) if on_all_ranks else tensor_on_first(w, is_first)) for n, w in mine
+            (n, full_tensor(w) if on_all_ranks else tensor_on_first(w, stage)) for n, w in mine
         )
         full = arrange((name, tensor) for name, tensor in gathered if tensor is not None)
         shapes = ((n, torch.empty(w.shape, dtype=w.dtype, device="meta")) for n, w in mine)

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from verl_like.errors import BatchError
 from workers.models.state import local_shard
@@ -221,7 +220,7 @@ class WeightProbe:
         """Yield views of this rank's elements, and the number of weights that each represents."""
         named = self.model.module.named_parameters()
         for name, weight in named:
-            is_copy = isinstance(weight, DTensor) and not is_first_replica(weight)
+            is_copy = not is_first_replica(weight, self.model.groups.stage)
             if not weight.requires_grad or name in self.model.layers.copies or is_copy:
                 continue
             per_dim = MAX_PROBED_ELEMENTS ** (1 / max(weight.dim(), 1))

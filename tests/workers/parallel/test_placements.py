@@ -69,7 +69,7 @@ def gathers_whole(rows: int) -> list[tuple[bool, bool, bool]]:
             tensor = DTensor.from_local(
                 shard.contiguous(), mesh, placements, shape=whole.shape, stride=whole.stride()
             )
-        first = tensor_on_first(tensor, worker.rank == 0)
+        first = tensor_on_first(tensor, range(4))
         on_first = torch.equal(first, whole) if first is not None else worker.rank != 0
         is_own_rows = torch.equal(local_rows(tensor, whole), local_shard(tensor))
         results.append((torch.equal(full_tensor(tensor), whole), on_first, is_own_rows))

@@ -52,7 +52,7 @@ class FileCopies(FileWriter):
     Example:
 
         copies.begin(folder)
-        write_shards(tensors, folder, rank, num_ranks, copies)    # copies; the tensors may change
+        write_on_all(ranks, tensors, folder, stage, copies)       # copies; the tensors may change
         files = copies.write()                                    # in another thread
         copies.hurry(is_wanted)                                   # from a third
     """

@@ -51,7 +51,7 @@ from workers.training.checkpoints.manifest import (
     reject_damaged,
     write_manifest,
 )
-from workers.training.checkpoints.shards import Ranks, read_shards, stored_tensors, write_shards
+from workers.training.checkpoints.shards import Ranks, read_shards, stored_tensors, write_on_all
 from workers.weights.full_weights import describe_problems
 
 if TYPE_CHECKING:
@@ -111,8 +111,7 @@ def _write_part(
     tensors = engine.without_copies(tensors)
     ranks.run_on_first(make_empty)
     if tensors:
-        shards, num_holders = part / "shards", engine.dims.per_stage
-        ranks.run_on_all(lambda: write_shards(tensors, shards, ranks.mine, num_holders, writer))
+        write_on_all(ranks, tensors, part / "shards", engine.groups.stage, writer)
     if "extra" in contents:
         ranks.run_on_all(lambda: save_random_state(part / "random" / f"{ranks.mine}.json"))
     _write_adapter(engine, ranks, part, writer)

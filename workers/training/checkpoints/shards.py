@@ -15,7 +15,6 @@ background), takes five times the CPU time, and has the same priority as the tra
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from verl_like.errors import CheckpointError, DamagedCheckpointError
 from workers.models.state import local_shard
 from workers.models.tensor_files import WRITE_NOW, FileWriter, write_tensors
 from workers.parallel.placements import ShardSlice, is_first_replica, shard_slices
+from workers.training.checkpoints.coverage import Shards, check_coverage, is_partition
 
 CAUGHT = (OSError, RuntimeError, ValueError, LookupError, TypeError, SafetensorError)
 """Errors that reading and writing files of tensors may raise."""
@@ -94,6 +94,21 @@ class Ranks:
         return merged
 
 
+def write_on_all(
+    ranks: Ranks,
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    stage: range,
+    writer: FileWriter = WRITE_NOW,
+) -> None:
+    """Write the shards of all ranks, and prove that they are each tensor once; collective.
+
+    `stage` are the ranks that call this with the same tensors as this rank.
+    """
+    shards = ranks.run_on_all(lambda: write_shards(tensors, folder, ranks.mine, stage, writer))
+    check_coverage(shards, ranks.subject)
+
+
 METADATA = {"format": "pt", "DCP_VERSION": "1.0"}
 PLACES = "DCP_SHARDING_INFO"
 """torch's key for the offsets in a file's header."""
@@ -103,29 +118,35 @@ def write_shards(
     tensors: Mapping[str, Tensor],
     folder: Path,
     rank: int,
-    num_ranks: int,
+    ranks: range,
     writer: FileWriter = WRITE_NOW,
-) -> None:
-    """Write this rank's file, or files; together, ranks write every element once.
+) -> Shards:
+    """Write this rank's file, or files; return its shards, for `check_coverage`.
 
-    All `num_ranks` ranks call this with the same names in the same order.
+    All `ranks` call this with the same names in the same order. Together they write every element
+    once.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    bytes_of = [0] * num_ranks
+    bytes_of = [0] * len(ranks)
+    shards: Shards = {}
     files: list[dict[str, tuple[ShardSlice, Tensor]]] = [{}]
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
-            is_mine = is_first_replica(tensor)
+            is_mine = is_first_replica(tensor, ranks)
         else:
-            writing_rank = bytes_of.index(min(bytes_of))
-            bytes_of[writing_rank] += tensor.nbytes
-            is_mine = writing_rank == rank % num_ranks
-        if not is_mine or not tensor.numel():
+            writer_index = bytes_of.index(min(bytes_of))
+            bytes_of[writer_index] += tensor.nbytes
+            is_mine = ranks[writer_index] == rank
+        if not tensor.numel():
+            continue
+        shards[name] = tuple(tensor.shape), []
+        if not is_mine:
             continue
         local = local_shard(tensor)
         for number, shard_slice in enumerate(shard_slices(tensor)):
             files += [{}] if number == len(files) else []
             files[number][name] = shard_slice, local[shard_slice.local]
+            shards[name][1].append(tuple((along.start, along.stop) for along in shard_slice.place))
 
     for number, contents in enumerate(files):
         places = {
@@ -135,6 +156,7 @@ def write_shards(
         header = METADATA | {PLACES: json.dumps(places)}
         path = folder / f"{rank}{f'-{number}' if number else ''}.safetensors"
         write_tensors({name: shard for name, (_, shard) in contents.items()}, path, header, writer)
+    return shards
 
 
 DAMAGE = (
@@ -210,11 +232,11 @@ def _reject_broken(folder: Path, names: Sequence[str]) -> None:
 
 
 def _is_covered(shape: tuple[int, ...], stored: Any) -> bool:
-    """True if the stored shards are inside a tensor of this shape and cover all its elements."""
+    """True if the stored shards cover each element of a tensor of this shape once."""
     if stored is None or tuple(stored.size) != tuple(shape):
         return False
-    if any(offset < 0 for chunk in stored.chunks for offset in chunk.offsets):
-        return False
-    num_places = len({tuple(chunk.offsets) for chunk in stored.chunks})
-    num_elements = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
-    return num_places == len(stored.chunks) and num_elements == math.prod(shape)
+    boxes = []
+    for chunk in stored.chunks:
+        places = zip(chunk.offsets, chunk.sizes, strict=False)
+        boxes.append(tuple((begin, begin + size) for begin, size in places))
+    return is_partition(boxes, shape)

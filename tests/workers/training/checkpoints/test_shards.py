@@ -36,7 +36,7 @@ def of_every_type() -> dict[str, Tensor]:
 def test_whole_tensors_are_written_once_and_read_back(tmp_path: Path, num_ranks: int) -> None:
     tensors = of_every_type()
     for rank in range(num_ranks):
-        write_shards(tensors, tmp_path, rank, num_ranks)
+        write_shards(tensors, tmp_path, rank, range(num_ranks))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     read_shards(loaded, tmp_path)
     assert all(loaded[name].equal(tensor) for name, tensor in tensors.items())
@@ -77,7 +77,7 @@ def write_and_read(tmp_path: Path, replicas: int) -> None:
     rows = torch.arange(24.0).reshape(8, 3)
     for rank in range(4):
         try:
-            write_shards({"rows": sharded(rows, rank, replicas)}, tmp_path, rank, 4)
+            write_shards({"rows": sharded(rows, rank, replicas)}, tmp_path, rank, range(4))
         finally:
             dist.destroy_process_group()
     files = [load_file(path) for path in sorted(tmp_path.iterdir())]
@@ -112,7 +112,7 @@ def write_packed(tmp_path: Path) -> None:
             local = torch.cat([half.chunk(2)[rank] for half in rows.chunk(2)])
             size = {"shape": rows.shape, "stride": rows.stride()}
             tensor = DTensor.from_local(local, mesh, [packed], run_check=False, **size)
-            write_shards({"rows": tensor}, tmp_path, rank, 2)
+            write_shards({"rows": tensor}, tmp_path, rank, range(2))
             if rank == 1:
                 loaded = DTensor.from_local(local * 0, mesh, [packed], run_check=False, **size)
                 read_shards({"rows": loaded}, tmp_path)
@@ -189,7 +189,7 @@ def test_files_without_the_tensors_are_rejected(
 
 def test_torch_can_read_the_files(tmp_path: Path) -> None:
     tensors = {"w": torch.arange(6.0).reshape(2, 3), "step": torch.tensor(3.0)}
-    write_shards(tensors, tmp_path, 0, 1)
+    write_shards(tensors, tmp_path, 0, range(1))
     loaded = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
     load(loaded, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert all(loaded[name].equal(tensor) for name, tensor in tensors.items())
@@ -199,4 +199,4 @@ def test_a_dtype_that_the_format_lacks_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="w is torch.complex64, which a tensor file cannot store"
     ):
-        write_shards({"w": torch.zeros(1, dtype=torch.complex64)}, tmp_path, 0, 1)
+        write_shards({"w": torch.zeros(1, dtype=torch.complex64)}, tmp_path, 0, range(1))
