@@ -4,12 +4,12 @@
     ...                                 # forward and backward passes of a mini-batch
     cut.add_up_gradients()              # of weights that are used with only some of the heads
 
-The plans in transformers' configs and classes define which layers are split, and how. Only the
-plans are used, because transformers' code that applies them differs between versions. The ranks of
-the axis have the same rows. Hidden states between layers are whole on all of them. A layer that is
-split by columns computes some of its outputs from whole inputs. A layer that is split by rows takes
-these as inputs and sums its outputs over the ranks: Shoeybi et al., "Megatron-LM" (arXiv
-1909.08053).
+The plans in transformers' configs and classes define which layers are split, and how;
+`RULES_ELSEWHERE` completes them. Only the plans are used, because transformers' code that applies
+them differs between versions. The ranks of the axis have the same rows. Hidden states between
+layers are whole on all of them. A layer that is split by columns computes some of its outputs from
+whole inputs. A layer that is split by rows takes these as inputs and sums its outputs over the
+ranks: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053).
 
 Every parameter becomes a DTensor. Layers compute with the local shards, so they use the same
 kernels as in a plain module. Embeddings and head, if they are plain layers, are split along the
@@ -219,6 +219,18 @@ PLACEMENTS: dict[str, Placement] = {
 }
 """Placements of single parameters by their style's name. A packed parameter is two in one."""
 
+RULES_ELSEWHERE: dict[str, dict[str, str]] = {
+    "qwen2_moe": {
+        "layers.*.mlp.experts": "moe_tp_experts",
+        "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.experts.down_proj": "rowwise",
+        "layers.*.mlp.shared_expert.gate_proj": "colwise",
+        "layers.*.mlp.shared_expert.up_proj": "colwise",
+        "layers.*.mlp.shared_expert.down_proj": "rowwise",
+    }
+}
+"""Model type -> rules for layers that transformers' plan leaves out, in the terms of the plans."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -353,6 +365,8 @@ def layers_of(module: Any) -> dict[str, Layer]:
         plan = {f"{prefix}{name}": style for name, style in of_body.items()}
     if not any(name.startswith(prefix) for name in plan):
         raise NoSplit(f"transformers has no tensor parallel plan for {model_type}")
+    others = RULES_ELSEWHERE.get(model_type, {})
+    plan = {f"{prefix}{name}": style for name, style in others.items()} | plan
     has_convolution = any(isinstance(layer, nn.Conv1d) for layer in module.modules())
     if has_convolution or model_type.startswith(USE_OTHERS):
         raise NoSplit(f"layers of {model_type} use the weights of other layers")

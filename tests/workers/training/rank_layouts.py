@@ -68,6 +68,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXConfig", {}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, **EXPERTS}),
     "qwen3-moe": ("Qwen3MoeConfig", {"num_experts": 4, **EXPERTS}),
+    "qwen2-moe": (
+        "Qwen2MoeConfig",
+        {
+            **EXPERTS,
+            "num_experts": 4,
+            "intermediate_size": 48,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+        },
+    ),
     "deepseek-v3": ("DeepseekV3Config", {**EXPERTS, **LATENT}),
     "gpt-oss": ("GptOssConfig", {"num_local_experts": 4, **EXPERTS, **WINDOW}),
     "outnumbered heads": (

@@ -76,13 +76,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "gathered once": {"one_unit": 0, "strategy": "shard_grad_op"},
     "lora": {"lora_rank": 4, "target_modules": "all-linear"},
 }
-WITH_EXPERTS = ("mixtral", "qwen3-moe", "deepseek-v3", "gpt-oss")
+WITH_EXPERTS = ("mixtral", "qwen3-moe", "qwen2-moe", "deepseek-v3", "gpt-oss")
 QUICK = [
     ("gemma-2", "tokens", "several passes"),
     ("outnumbered heads", "tokens", "tokens"),
     ("deepseek-v3", "matrices", "checkpointing"),
     ("phi-3", "matrices", "head in chunks"),
     ("qwen3", "matrices", "lora"),
+    ("qwen2-moe", "matrices", "several passes"),
     ("qwen3-moe", "experts", "several passes"),
     ("gpt-oss", "experts", "layers apart"),
     ("qwen3", "layers", "lora"),
