@@ -298,7 +298,7 @@ def describe_saving(config: RunConfig, trainer_cls: type[Trainer]) -> str:
         return ""
     if trainer.save_final:
         return f"Final model: {trainer.default_local_dir}/{MODEL}"
-    if trainer.save_freq > 0:
+    if trainer.save_freq >= 0:
         return "trainer.save_final=false: the trained model is only in checkpoints."
     if trainer.save_every_minutes is not None:
         return (

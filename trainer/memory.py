@@ -64,7 +64,7 @@ def model_memory(
     """Return the memory that a role with this model needs on each device of its pool."""
     pool, trainer = expand_roles(config.role_mapping)[role], config.trainer
     ranks = sum(config.resource_pool_spec[pool])
-    saves = trainer.save_freq > 0 or trainer.save_every_minutes is not None
+    saves = trainer.save_freq >= 0 or trainer.save_every_minutes is not None
     copies = saves and trainer.async_save
     return engine_memory(model, role, pool, ranks, device_type, largest, copies)
 

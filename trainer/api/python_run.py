@@ -44,8 +44,6 @@ from verl_like.terminal import surviving_broken_pipes
 
 logger = logging.getLogger(__name__)
 FOLDER_KEY = "trainer.default_local_dir"
-LAST_STEP_ONLY = 10**9
-"""A `trainer.save_freq` that saves only after a run's last step."""
 PLACES = ("placement", "resource_pool_spec", "role_mapping")
 """The keys that may put roles on separate pools."""
 ENDS = ("trainer.total_epochs", "trainer.total_training_steps", "data.total_prompts")
@@ -168,7 +166,7 @@ class PythonRun:
         has_places = any(key.partition(".")[0] in PLACES for key in settings)
         self._defaults: dict[str, Any] = {
             "trainer.backend": "ray" if has_places else "local",
-            "trainer.save_freq": LAST_STEP_ONLY,
+            "trainer.save_freq": 0,  # only after the last step
         }
         for key, rows in data.items():
             if rows is not None:

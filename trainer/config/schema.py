@@ -143,10 +143,8 @@ class TrainerConfig(Section):
         None, allows="number and GPU, such as 8xH100", read_when=when("dry_run", True)
     )
     """Check as if all nodes together had these GPUs; sets dry_run (`check --gpus`)."""
-    save_freq: int = config_field(
-        -1, above=0, or_exactly=-1, hint="or -1 to disable step-based checkpoints"
-    )
-    """Steps between checkpoints; -1 disables step-based checkpoints."""
+    save_freq: int = config_field(-1, at_least=-1)
+    """Steps between checkpoints; 0: only after the last step, -1: none by steps."""
     save_every_minutes: float | None = config_field(
         30.0, above=0, hint="or null to disable timed checkpoints"
     )

@@ -33,7 +33,6 @@ from verl_like.errors import ConfigError, nearest
 
 SHARDED = dict.fromkeys(("fsdp2", "megatron", "mindspeed", "veomni"), "fsdp")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-NEVER = {"0": "-1", "False": "-1"}
 SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "actor_rollout_ref.actor.strategy": SHARDED,
     "actor_rollout_ref.model.compute_dtype": DTYPES,
@@ -41,7 +40,7 @@ SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "actor_rollout_ref.rollout.name": {"sglang": "vllm", "trtllm": "vllm"},
     "critic.strategy": SHARDED,
     "trainer.device": {"npu": "auto"},
-    "trainer.save_freq": NEVER,
+    "trainer.save_freq": {"False": "-1"},
     "trainer.test_freq": {"False": "-1"},
 }
 """Maps key -> verl's name of a value -> this project's name."""

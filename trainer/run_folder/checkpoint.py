@@ -75,7 +75,7 @@ class Checkpoints:
     def is_due(self, step: int, total_steps: int, by_time: bool = True) -> bool:
         """Return whether `trainer.save_freq` or `save_every_minutes` asks for a checkpoint now."""
         every = self.trainer.save_freq
-        if every > 0 and (step % every == 0 or step == total_steps):
+        if (every > 0 and step % every == 0) or (every >= 0 and step == total_steps):
             return True
         minutes, now = self.trainer.save_every_minutes, time.monotonic()
         since = self._began if step == total_steps else self._saved_at
@@ -84,7 +84,7 @@ class Checkpoints:
     @property
     def is_enabled(self) -> bool:
         """True if this run writes checkpoints; if so, it also writes one when it is stopped."""
-        return self.trainer.save_freq > 0 or self.trainer.save_every_minutes is not None
+        return self.trainer.save_freq >= 0 or self.trainer.save_every_minutes is not None
 
     def write(
         self,

@@ -118,7 +118,7 @@ NO_REWARD_LIST = ReadWhen(
 )
 SAVES = ReadWhen(
     "`trainer.save_freq` or `trainer.save_every_minutes` is set",
-    lambda _, run: run.trainer.save_freq > 0 or run.trainer.save_every_minutes is not None,
+    lambda _, run: run.trainer.save_freq >= 0 or run.trainer.save_every_minutes is not None,
     "this run writes no checkpoints (trainer.save_freq=-1, trainer.save_every_minutes=null)",
 )
 VALIDATES_OR_SAVES = ReadWhen(

@@ -110,6 +110,7 @@ def test_the_command_line_has_the_same_configuration(
     monkeypatch.setattr(sys, "argv", ["verl-like", *arguments])
     main_ppo.main()
     assert command == "ppo"
+    assert "trainer.save_freq=0" in arguments
     assert config_hash(configs[0]) == result.config_hash
 
     saved = ppo.folder / "config.yaml"

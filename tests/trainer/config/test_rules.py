@@ -106,10 +106,10 @@ def test_a_strategy_of_another_system_is_rejected_with_ours() -> None:
 
 
 def test_special_values_are_accepted() -> None:
-    check_fields(config_with("trainer.save_freq", -1))
+    check_fields(config_with("actor_rollout_ref.rollout.top_k", -1))
     check_fields(config_with("trainer.max_ckpt_to_keep", None))
-    with pytest.raises(ConfigError, match="save_freq=-2: it must be above 0, or -1 to disable"):
-        check_fields(config_with("trainer.save_freq", -2))
+    with pytest.raises(ConfigError, match="top_k=-2: it must be above 0, or -1 for all"):
+        check_fields(config_with("actor_rollout_ref.rollout.top_k", -2))
 
 
 def test_choices_are_the_names_that_the_code_knows() -> None:

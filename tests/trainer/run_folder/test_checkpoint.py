@@ -40,6 +40,9 @@ def test_every_role_resumes_from_the_newest_committed_step(tmp_path: Path) -> No
 def test_a_checkpoint_is_due_every_save_freq_steps_and_at_the_end(tmp_path: Path) -> None:
     every_two = checkpoints(tmp_path)
     assert [step for step in range(1, 8) if every_two.is_due(step, 7)] == [2, 4, 6, 7]
+    only_last = checkpoints(tmp_path, "trainer.save_freq=0", "trainer.save_every_minutes=null")
+    assert [step for step in range(1, 8) if only_last.is_due(step, 7)] == [7]
+    assert only_last.is_enabled
     never = checkpoints(tmp_path, "trainer.save_freq=-1")
     assert not any(never.is_due(step, 7) for step in range(1, 8))
 
