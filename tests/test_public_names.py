@@ -102,7 +102,7 @@ def test_the_api_pages_show_all_parameters_with_types_or_defaults() -> None:
         "`PPO.command(steps=None) -> str`",
         "`GRPO`",
         "`Observation(text: str, reward=0.0, images=())`",
-        "`Environment.step(text: str)`",
+        "`Environment.step(text: str, *args, **kwargs)`",
         "`RunResult.model_folder`",
         "`DataProto.repeat(repeat_times=2, interleave=True)`",
     ]

@@ -38,7 +38,7 @@ def make_row(line: dict[str, Any], split: str, index: int) -> dict[str, Any]:
     }
 
 
-def write(lines: Iterable[dict[str, Any]], split: str, folder: Path, source: str) -> Path:
+def write(lines: Iterable[Any], split: str, folder: Path, source: str) -> Path:
     """Write the parquet file of one split."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -67,7 +67,9 @@ def fetch(folder: Path) -> list[Path]:
     from datasets import load_dataset
 
     splits = load_dataset("openai/gsm8k", "main")
-    return [write(rows, split, folder, f"openai/gsm8k {split}") for split, rows in splits.items()]
+    return [
+        write(rows, str(split), folder, f"openai/gsm8k {split}") for split, rows in splits.items()
+    ]
 
 
 def main() -> None:

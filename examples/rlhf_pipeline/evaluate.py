@@ -32,7 +32,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 @torch.no_grad()
 def respond(folder: str, prompts: list[str], tokenizer: Any) -> list[list[int]]:
     """Sample one response per prompt, including its end token; the same responses every time."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
     batch = tokenizer(
         prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt"
     )

@@ -13,12 +13,12 @@ import random
 import re
 import sys
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-
-from prepare_gsm8k import make_row
+from runpy import run_path
 
 from verl_like.tiny import fit_answers, make_model, make_tokenizer
+
+PREPARE = Path(__file__).resolve().parents[1] / "data" / "prepare_gsm8k.py"
+make_row = run_path(str(PREPARE))["make_row"]
 
 NUM_ROWS = {"train": 2048, "test": 64}
 LARGEST = 5

@@ -27,7 +27,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -117,16 +117,17 @@ class DataProto:
         self.check_consistency()
 
     @property
-    def batch(self) -> TensorDict | None:
+    def batch(self) -> TensorDict:
         """The tensor columns in verl's layout: all are dense, and ragged ones are padded.
 
         The first access pads the ragged columns permanently, so a write into this TensorDict is a
-        write into the batch.
+        write into the batch. A batch without tensor columns returns None, which its type leaves out
+        as verl's does, so that an editor accepts `data.batch["x"]`.
         """
         if self._ragged:
             rectangles = {name: to_padded(column) for name, column in self.columns.items()}
             self._dense, self._ragged = self._parts(rectangles, len(self))
-        return self._dense
+        return cast(TensorDict, self._dense)
 
     @batch.setter
     def batch(self, batch: TensorDict | None) -> None:

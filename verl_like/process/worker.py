@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class Worker:
     _mesh_positions: dict[str, tuple[int, bool]]
     _device: torch.device
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Worker:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Attach the process's info here, in case a subclass does not call `Worker.__init__`."""
         self = super().__new__(cls)
         self._process_info, self._siblings = _construction.get() or (_info_from_environment(), {})

@@ -166,7 +166,7 @@ class Environment:
         """A `numpy.random.Generator` with a separate seed per sample, created at its first use."""
         return np.random.default_rng(self.rng_seed)
 
-    def reset(self, row: Mapping[str, Any], rng: Any) -> Any:
+    def reset(self, row: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Start a trajectory; return the first observation, or None to add nothing to the prompt.
 
         It is a text, or an `Observation` if it has images. With several players, return a dict that
@@ -175,11 +175,12 @@ class Environment:
 
         Args:
             row: the row of the data, with all its columns.
-            rng: a `numpy.random.Generator` with the same seed for all samples of a prompt.
+            *args: type checkers then accept the parameters of your own `reset`. A parameter `rng`
+                gets a `numpy.random.Generator` with the same seed for all samples of a prompt.
         """
         return None
 
-    def step(self, text: str) -> Any:
+    def step(self, text: str, *args: Any, **kwargs: Any) -> Any:
         """Reply to the policy's text with an `Observation` or a `TrajectoryEnd`.
 
         With several players, define `step(self, text, player)`, and return a dict that maps players
@@ -187,6 +188,7 @@ class Environment:
 
         Args:
             text: the text that the policy has generated in this turn.
+            *args: the name of the player, if there are several.
         """
         raise NotImplementedError
 
