@@ -11,9 +11,10 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,30 @@ def make_private(folder: Path) -> None:
 
 
 def why_not_writable(folder: Path) -> str:
-    """Return why no file can be written into a folder, or ""; the folder may not exist yet."""
+    """Return why no file can be written into a folder, or "".
+
+    A file is written and removed, and so are the missing folders: permissions do not show what a
+    read-only or full file system rejects.
+    """
     folder = folder.absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    paths = [folder, *folder.parents]
+    there = next(path for path in paths if os.path.exists(path))
     if not there.is_dir():
         return f"{there} is not a folder"
-    return "" if os.access(there, os.W_OK) else f"{there} is read-only for this user"
+    created = []
+    try:
+        for path in reversed(paths[: paths.index(there)]):
+            path.mkdir()
+            created.append(path)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"0")
+    except OSError as error:
+        return f"{there} takes no new file ({error.strerror})"
+    finally:
+        for path in reversed(created):
+            with suppress(OSError):  # another process uses it by now
+                path.rmdir()
+    return ""
 
 
 def sync_folder(folder: Path) -> None:

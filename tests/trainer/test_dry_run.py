@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trainer import load_config, run
 from trainer.async_training.recipe import ASYNC
 from trainer.config.schema import Recipe
 from trainer.data import files
+from trainer.data.prompts import load_tokenizer
 from trainer.launch import NO_ERRORS
 from trainer.ppo.recipe import PPO
 from trainer.preference.recipe import DPO
@@ -25,7 +27,7 @@ from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.run_folder.tracking import BUILT_IN
 from trainer.sft.recipe import SFT
 from trainer.tools.evaluation.recipe import EVAL
-from verl_like.errors import VerlLikeError
+from verl_like.errors import ConfigError, VerlLikeError
 
 DRY = ("trainer.dry_run=true", "trainer.backend=local", "trainer.logger=[]")
 ROW = {"prompt": "say a", "response": "ab", "chosen": "ab", "rejected": "cd"}
@@ -155,6 +157,15 @@ def _is_not_installed(package: str) -> str:
     from importlib.metadata import PackageNotFoundError
 
     raise PackageNotFoundError(package)
+
+
+def test_a_dry_run_rejects_a_critic_with_another_tokenizer(tiny_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(tiny_dir / "model", tmp_path / "critic")
+    tokenizer = load_tokenizer(str(tiny_dir / "model"))
+    tokenizer.add_tokens(["~"])
+    tokenizer.save_pretrained(tmp_path / "critic")
+    with pytest.raises(ConfigError, match="the model of role 'critic', .* 1 tokens differ"):
+        dry("ppo", tiny_dir, tmp_path, f"critic.model.path={tmp_path}/critic")
 
 
 def test_a_dry_run_rejects_too_few_gpus(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_like.files import atomic_folder, write_atomic
+from verl_like.files import atomic_folder, why_not_writable, write_atomic
 
 
 def names_in(folder: Path) -> list[str]:
@@ -68,3 +68,12 @@ def test_a_folder_is_written_past_planted_links(tmp_path: Path) -> None:
     assert names_in(victim) == []
     assert names_in(folder) == ["model", "model.part"]
     assert (folder / "model" / "weights").read_text() == "new"
+
+
+def test_a_folder_that_takes_no_file_is_found_by_writing_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "file is not a folder" in why_not_writable(tmp_path / "file" / "run")
+    # root passes every check of permissions, also here
+    assert "/proc takes no new file" in why_not_writable(Path("/proc/run/a"))
+    assert why_not_writable(tmp_path / "a" / "b") == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

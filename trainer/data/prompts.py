@@ -138,6 +138,18 @@ class PromptSet:
 
         return self._table.remembered(f"digest of rows: {self._length_settings}", compute)
 
+    @property
+    def num_repeated(self) -> int:
+        """Number of prompts whose tokens and images an earlier prompt has, too."""
+        numbers = self.rows.tolist()
+        images = (tuple(_hashes_of(self._table.row(number)).items()) for number in numbers)
+        tokens = (self._tokens(number).tobytes() for number in numbers)
+        return len(numbers) - len({*map(repr, zip(tokens, images, strict=True))})
+
+    def tokens_of_first(self) -> np.ndarray[Any, Any]:
+        """Return the tokens of the first prompt."""
+        return self._tokens(int(self.rows[0]))
+
     def texts(self, column: str) -> list[str]:
         """Return a column of all prompts as texts."""
         return [str(self._table.row(number).get(column)) for number in self.rows.tolist()]

@@ -16,7 +16,7 @@ from trainer.config.checks import (
     check_reads_images,
 )
 from trainer.config.devices import check_offload, run_devices
-from trainer.data.files import check_files
+from trainer.data.files import check_files, is_num_prompts
 from trainer.data.prompts import PromptLoader, load_tokenizer
 from trainer.groups.worker_groups import worker_class
 from trainer.observers.alarms import ALARM_RULES
@@ -32,11 +32,13 @@ from trainer.rollouts.preflight import reject_wrong_results, try_rewards
 from trainer.run_folder.metrics import headline
 from trainer.run_state import RunRecipe
 from verl_like.errors import ConfigError
+from verl_like.placement.pools import expand_roles
 from workers.config import critic_optim, has_environment, replays_routing, scores_by_rule
 from workers.models.folder import check_same_tokenizer, set_template_variables
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.rewards.weighted import make_rewards
 from workers.rollout.build_engine import check_notes_routing, resolve_engine
+from workers.training.optim import schedule_notes
 
 
 def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
@@ -94,17 +96,36 @@ def resolve(config: Any) -> Any:
 
 def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     """Describe prompts and rewards; check that the rewards return the names that keys refer to."""
+    from trainer.data.lm_rows import stop_tokens  # only plans import these
+    from trainer.rollouts.first_prompt import first_prompt_lines, repeat_notes
+
     tokenizer, loader, rewards, *_ = inputs
     num_validation = len(loader.validation) if loader.validation else 0
     count = (
         f"prompts to train on: {len(loader.prompts)}, to validate on: {num_validation}; "
         f"steps: {loader.total_steps:,}"
     )
-    width = config.data.max_response_length
-    scored, lines = try_rewards(rewards, loader.prompts, tokenizer, width)
+    width, lines = config.data.max_response_length, list[str]()
+    if not is_num_prompts(config.data.train_files):
+        stop_ids = stop_tokens(tokenizer, config.actor_rollout_ref.model.path)
+        lines += first_prompt_lines(loader.prompts, tokenizer, width, stop_ids)
+    if not has_environment(config):  # its observations may differ
+        lines += repeat_notes(loader.prompts)
+    lines += learning_rate_notes(config, loader.total_steps)
+    scored, of_rewards = try_rewards(rewards, loader.prompts, tokenizer, width)
     if scored is not None:
         check_named_rewards(config.algorithm, scored)
-    return [count, *lines]
+    return [count, *lines, *of_rewards]
+
+
+def learning_rate_notes(config: PPOConfig, total_steps: int) -> list[str]:
+    """Return notes on learning rates that are 0, or that the warm-up never reaches."""
+    actor = config.actor_rollout_ref.actor.optim
+    num_updates = total_steps - config.trainer.critic_warmup
+    notes = schedule_notes("actor_rollout_ref.actor.optim", actor, num_updates)
+    if "critic" in expand_roles(config.role_mapping):
+        notes += schedule_notes("critic.optim", critic_optim(config), total_steps)
+    return notes
 
 
 def describe(config: PPOConfig, trainer_cls: type, brief: bool = False) -> list[str]:
@@ -142,8 +163,11 @@ def check_models(config: PPOConfig) -> None:
             continue  # checked by check_reward_models
         preflight.check_model(config, model.key, model.model.path)
         check_axes_of(config, role, model)
+        is_ours = config.kind_of(role) in recipe_workers()
+        if model.model.path != policy.model.path and (is_ours or not model.trains):
+            check_same_tokenizer(model.model.path, policy.model.path, role)
         if model.trains:
-            if model.mini_batch is None and config.kind_of(role) in recipe_workers():
+            if model.mini_batch is None and is_ours:
                 raise ConfigError(
                     f"role_workers.{role}: role_model of {worker_class(config, role).__name__} "
                     "sets no mini_batch, so an update would be one optimizer step. Pass mini_batch "
@@ -151,8 +175,6 @@ def check_models(config: PPOConfig) -> None:
                 )
             check_adapter(model.model, model.head)
             check_checkpoint_of(config, role, model)
-        elif model.head == "token":
-            check_same_tokenizer(model.model.path, policy.model.path, role)
 
     # a mini-batch needs at least as many passes as the pipeline has ranks
     trained = {role: model for role, model in models.items() if model.trains}

@@ -224,7 +224,8 @@ def reject_wrong_results(rewards: Rewards, prompts: PromptSet, tokenizer: Any, w
             print(f"note: {label}: {scored.note}", flush=True)
         for failure in scored.failures.values():
             error = with_source(failure.error)
-            problem = f"{label}, tried on the first row's ground truth: {error}"
+            tried = "ground truth" if has_truth(row)[0] else "prompt"
+            problem = f"{label}, tried on the first row's {tried}: {error}"
             if NO_REWARD in error or part.config.on_failure != "skip":
                 raise ConfigError(problem)
             print(f"note: {' '.join(problem.split())}", flush=True)
@@ -258,8 +259,8 @@ def try_rewards(
     num_failed = max(*counts.values(), of_rules, 0.0)
     if num_failed >= len(batch):
         raise RewardError(
-            "the reward function failed for every row of the trial, with the row's ground truth "
-            f"as response ({len(batch)} in all). The cause is printed above."
+            f"the reward function failed for all {describe_responses(batch)}. The cause is printed "
+            "above."
         )
     scores = sample_scores(scored)
     names = [name.removeprefix(EXTRA) for name in scored.non_tensor_batch]
@@ -269,25 +270,67 @@ def try_rewards(
         labels += [
             f"rule for {name}" for name in dict.fromkeys(batch.non_tensor_batch["data_source"])
         ]
-    line = (
-        f"Reward check ({join_few(labels)}): {len(batch)} rows with their ground truth "
-        f"as response; {_describe_scores(float(scores.min()), float(scores.max()), labels)}{beside}"
-    )
+    described = _describe_scores(float(scores.min()), float(scores.max()))
+    if float(scores.max()) <= 0:
+        described += _explain_zeros(batch, tokenizer, labels)
+    line = f"Reward check ({join_few(labels)}): {describe_responses(batch)}; {described}{beside}"
     return (None if num_failed else batch.union(scored)), [line]
 
 
-def _describe_scores(least: float, most: float, labels: list[str]) -> str:
-    """Describe the scores of the ground truths, and explain what it means if none is above zero."""
+def _describe_scores(least: float, most: float) -> str:
     if least < most:
         return f"scores from {least:.4g} to {most:.4g}"
-    if most > 0:
-        return f"every score is {most:.4g}"
+    return f"every score is {most:.4g}"
+
+
+def _explain_zeros(batch: DataProto, tokenizer: Any, labels: list[str]) -> str:
+    """Say why no score of the synthetic responses may be above zero."""
+    if not any(has_truth(batch)):
+        return ", which says little about real responses"
+    unwritten = _unwritten_truths(batch, tokenizer)
+    if unwritten:
+        truth, text = unwritten[0]
+        return (
+            f", because the tokenizer cannot write {len(unwritten)} of the ground truths: "
+            f"{truth!r:.60} is read back as {text!r:.60}. No response can be right. Use a "
+            "tokenizer that has these characters, or other ground truths"
+        )
     if labels == ["rule for openai/gsm8k"]:
-        return f"every score is {most:.4g}, because this rule requires `####` before the number"
+        return ", because this rule requires `####` before the number"
     return (
-        f"every score is {most:.4g} (expected if the reward requires a format that the ground "
-        "truth lacks; otherwise check the reward)"
+        " (expected if the reward requires a format that the ground truth lacks; otherwise check "
+        "the reward)"
     )
+
+
+def has_truth(batch: DataProto) -> list[bool]:
+    """Return for each row whether it has a ground truth."""
+    return [rule["ground_truth"] is not None for rule in batch.non_tensor_batch["reward_model"]]
+
+
+def describe_responses(batch: DataProto) -> str:
+    """Return how many rows have their ground truth, or their prompt, as response."""
+    num_truths = sum(has_truth(batch))
+    counts = {"ground truth": num_truths, "prompt": len(batch) - num_truths}
+    texts = [
+        f"{count} row{'s' * (count > 1)} with {'their' if count > 1 else 'its'} {name} as response"
+        for name, count in counts.items()
+        if count
+    ]
+    no_truth = "" if num_truths else ", because they have no ground truth"
+    return " and ".join(texts) + no_truth
+
+
+def _unwritten_truths(batch: DataProto, tokenizer: Any) -> list[tuple[str, str]]:
+    """Return ground truths that differ from the text of their tokens, each with this text."""
+    unwritten = []
+    for rule in batch.non_tensor_batch["reward_model"]:
+        truth = str(rule["ground_truth"])
+        ids = tokenizer(truth, add_special_tokens=False)["input_ids"]
+        text = tokenizer.decode(ids, skip_special_tokens=True)
+        if rule["ground_truth"] is not None and "".join(text.split()) != "".join(truth.split()):
+            unwritten.append((truth, text))
+    return unwritten
 
 
 def synthetic_responses(

@@ -51,6 +51,7 @@ from workers.memory import LargestPass, RoleMemory
 from workers.models.load import check_weights
 from workers.models.memory_shapes import check_adapter
 from workers.parallel.sharding import ParallelDims, dims_of
+from workers.training.optim import schedule_notes
 from workers.training.role_model_spec import RoleModelSpec
 
 C = TypeVar("C", bound=RowConfig)
@@ -284,9 +285,11 @@ def describe(config: RowConfig, trainer_cls: type, brief: bool = False) -> list[
 def describe_inputs(config: Any, *inputs: Any) -> list[str]:
     """Describe the number of rows and of steps."""
     loader, *validation = inputs
+    total_steps = num_steps(config, len(loader))
     return [
         f"rows to train on: {len(loader)}, to validate on: {sum(map(len, validation))}; "
-        f"steps: {num_steps(config, len(loader)):,}"
+        f"steps: {total_steps:,}",
+        *schedule_notes("optim", config.optim, total_steps),
     ]
 
 

@@ -105,15 +105,38 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 
     During the warm-up, the factor rises in equal steps.
     """
-    warmup = config.lr_warmup_steps
-    if warmup < 0:
-        warmup = int(config.lr_warmup_steps_ratio * total_steps)
+    warmup = _num_warmup_steps(config, total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
 
     schedule = LR_SCHEDULES.look_up(config.lr_scheduler_type)
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return schedule(progress, **_settings_of(schedule, config))
+
+
+def _num_warmup_steps(config: OptimConfig, total_steps: int) -> int:
+    """Return the number of update calls of the warm-up."""
+    if config.lr_warmup_steps >= 0:
+        return config.lr_warmup_steps
+    return int(config.lr_warmup_steps_ratio * total_steps)
+
+
+def schedule_notes(section: str, config: OptimConfig, total_steps: int) -> list[str]:
+    """Return a note if no update call of a run has the rate `lr`, or if this rate is 0.
+
+    `section` is the key of `config`, and `total_steps` the number of update calls.
+    """
+    if config.lr == 0:
+        return [f"note: {section}.lr=0 changes no weight. Set a rate above 0 to train."]
+    warmup = _num_warmup_steps(config, total_steps)
+    if not 0 < total_steps <= warmup:
+        return []
+    highest = lr_factor(total_steps - 1, total_steps, config)
+    return [
+        f"note: the warm-up takes {warmup:,} updates ({section}.lr_warmup_steps), but the run has "
+        f"{total_steps:,}: the learning rate ends at {highest:.0%} of {section}.lr={config.lr:g}. "
+        "Lower the warm-up, or train longer."
+    ]
 
 
 def check_optim(config: OptimConfig, section: str) -> None:

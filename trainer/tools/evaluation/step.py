@@ -12,11 +12,13 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from trainer.data.files import check_files, row_limit
+from trainer.data.files import check_files, is_num_prompts, row_limit
+from trainer.data.lm_rows import stop_tokens
 from trainer.data.prompts import PromptSet, load_tokenizer
 from trainer.loop import Trainer
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.rollouts import preflight
+from trainer.rollouts.first_prompt import first_prompt_lines
 from trainer.rollouts.preflight import reject_wrong_results, try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles, rollout_arguments
 from trainer.run_folder.metrics import headline
@@ -95,8 +97,12 @@ def worker_code(config: Any) -> list[str]:
 def describe_inputs(config: Any, *inputs: Any) -> list[str]:
     """Return the lines that a dry run prints about prompts and rewards."""
     tokenizer, rewards, prompts = inputs
-    _, lines = try_rewards(rewards, prompts, tokenizer, config.data.max_response_length)
-    return [f"{len(prompts)} prompts", *lines]
+    width, shown = config.data.max_response_length, list[str]()
+    if not is_num_prompts(config.data.val_files):
+        stop_ids = stop_tokens(tokenizer, config.actor_rollout_ref.model.path)
+        shown = first_prompt_lines(prompts, tokenizer, width, stop_ids)
+    _, lines = try_rewards(rewards, prompts, tokenizer, width)
+    return [f"{len(prompts)} prompts", *shown, *lines]
 
 
 SAMPLING_RUN = RunRecipe(
