@@ -21,8 +21,9 @@ whether they fit the GPUs.
                        so what asynchronous training gains (implies --full)
   --rehearse           then run two small steps on this machine's CPU, resume
                        for a third, and export: your data, code and checkpoints
-                       with a tiny model of your model's class; it writes only
-                       into a temporary folder
+                       with a tiny model of your model's class; your reward
+                       functions score all rows, for at most 30 s; it writes
+                       only into a temporary folder
 """
 
 from __future__ import annotations

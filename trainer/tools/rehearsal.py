@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import shutil
 import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,19 +36,28 @@ import torch
 from trainer.config.keys import leaves_of
 from trainer.config.schema import RunConfig
 from trainer.launch import run_steps, trainer_class
-from trainer.rollouts.preflight import synthetic_responses
+from trainer.rollouts.preflight import describe_responses, synthetic_responses
 from trainer.run_folder.saved_model import find_saved_model
+from trainer.tools.check_loss import BrokenRelation, check_loss
+from trainer.tools.check_loss.relations import NAMES
 from trainer.tools.small_models import LENGTHS, MAX_PARAMETERS, VOCABULARIES, shrunk
+from verl_like.batch.protocol import DataProto
 from verl_like.config_key import replace_keys
 from verl_like.errors import ConfigError, RewardError, WaitTimeoutError
 from verl_like.placement.pools import expand_roles
+from workers.agents.trajectory import MAX_TURNS
+from workers.columns import TRAJECTORY
 from workers.config import ParallelConfig, RolloutConfig, has_environment
 from workers.config.conditions import is_bare_config
 from workers.models.causal_lm import MODEL_ERRORS, model_class
 from workers.models.folder import SMALL_FILES, model_folder, read_hf_config
 from workers.rollout.native.module_forward import can_decode
 
-MAX_VALIDATION_ROWS, MAX_SCORED_ROWS = 8, 64
+MAX_VALIDATION_ROWS, SCORED_AT_ONCE = 8, 64
+SCORING_S = 30.0
+"""Seconds in which the reward functions score as many rows as they can, beyond the first."""
+OF_THE_MASK = ("prompt_tokens", "numbers_outside")
+"""The relations of `check_loss` that hold for every loss that applies its mask."""
 LIMIT_S = 600
 """Seconds after which a rehearsal that does not end is stopped."""
 NOT_TRIED = (
@@ -61,7 +72,9 @@ class Watch:
 
     def __init__(self, run: str, scores_rows: bool) -> None:
         self.run, self.phase, self._scores_rows = run, "before its first step", scores_rows
-        self.validated = self.num_scored = 0
+        self.validated = self.num_scored = self.num_rows = 0
+        self.ended: Counter[str] = Counter()
+        """How many trajectories ended for each reason."""
 
     def on_init_end(self, trainer: Any) -> None:
         """Try the rewards."""
@@ -72,24 +85,33 @@ class Watch:
         self.phase = "before its first step"
 
     def _score(self, trainer: Any, prompts: Any) -> None:
-        """Score ground truths as responses with each reward function; raise if one fails."""
+        """Score ground truths as responses with each reward function; raise if one fails.
+
+        The first rows are spread over all of them. The others follow while there is time.
+        """
         rewards, width = trainer.rollouts.rewards, trainer.config.data.max_response_length
         parts = [part for part in rewards.parts if part.manager and part.config.kind == "function"]
-        places = np.linspace(0, len(prompts) - 1, min(len(prompts), MAX_SCORED_ROWS)).astype(int)
-        rows = prompts.rows[places].tolist()
-        for part in parts:
+        self.num_rows, began = len(prompts), time.monotonic()
+        first = np.linspace(0, len(prompts) - 1, min(len(prompts), SCORED_AT_ONCE)).astype(int)
+        order = [*dict.fromkeys([*first.tolist(), *range(len(prompts))])]
+        while parts and self.num_scored < len(order):
+            places = order[self.num_scored : self.num_scored + SCORED_AT_ONCE]
+            rows = prompts.rows[places].tolist()
             batch = synthetic_responses(prompts, rows, trainer.rollouts.tokenizer, width)
-            scored = part.manager.remote(batch).result()
-            if scored.note:
-                raise ConfigError(f"{part.config.label}: {scored.note}")
-            if scored.failures and part.config.on_failure != "skip":
-                count = sum(failure.count for failure in scored.failures.values())
-                texts = "".join(f"\n  {failure}" for failure in scored.failures.values())
-                raise RewardError(
-                    f"{part.config.label} failed for {count} of {len(rows)} rows, with the row's "
-                    f"ground truth as response:{texts}"
-                )
-            self.num_scored = len(rows)
+            for part in parts:
+                scored = part.manager.remote(batch).result()
+                if scored.note:
+                    raise ConfigError(f"{part.config.label}: {scored.note}")
+                if scored.failures and part.config.on_failure != "skip":
+                    count = sum(failure.count for failure in scored.failures.values())
+                    texts = "".join(f"\n  {failure}" for failure in scored.failures.values())
+                    raise RewardError(
+                        f"{part.config.label} failed for {count} of "
+                        f"{describe_responses(batch)}:{texts}"
+                    )
+            self.num_scored += len(rows)
+            if time.monotonic() - began > SCORING_S:
+                break
 
     def on_step_begin(self, trainer: Any) -> None:
         """Note the step."""
@@ -98,6 +120,10 @@ class Watch:
     def on_stage_begin(self, trainer: Any, stage: str, batch: Any) -> None:
         """Note the stage."""
         self.phase = f"in the stage {stage!r} of step {trainer.global_step}"
+
+    def on_sample_end(self, trainer: Any, batch: DataProto) -> None:
+        """Count how the trajectories of environments ended."""
+        self.ended.update(info["ended"] for info in batch.non_tensor_batch.get(TRAJECTORY, ()))
 
     def on_validate_begin(self, trainer: Any) -> None:
         """Note the validation."""
@@ -127,7 +153,9 @@ class Watch:
 def rehearse(config: RunConfig) -> list[str]:
     """Rehearse the run, and return lines that say what was tried and what was not."""
     trainer_cls, began = trainer_class(config), time.monotonic()
-    lines = []
+    lines, ended = list[str](), Counter[str]()
+    with phase("as your loss was tried on tokens outside the mask"):
+        lines += try_mask(config)
     with tempfile.TemporaryDirectory(prefix="rehearsal_") as name, time_limit():
         folder = Path(name)
         with phase("as the small models were built"):
@@ -143,6 +171,9 @@ def rehearse(config: RunConfig) -> list[str]:
                     "train on."
                 )
             lines += describe_run(watch, [int(line["step"]) for line in result.metrics])
+            ended += watch.ended
+        if ended:
+            lines.append(describe_ends(ended))
         if trainer_cls.recipe.exports_model(config):
             with phase("as the trained model was exported and loaded again"):
                 export_and_load(folder)
@@ -166,10 +197,52 @@ def describe_run(watch: Watch, steps: Sequence[int]) -> list[str]:
     """Return what a run did, by its observer and the numbers of its steps."""
     lines = [f"{watch.run}: steps to {max(steps)}, with a checkpoint of each"]
     if watch.num_scored:
-        lines.append(f"reward: ground truths of {watch.num_scored} rows, and the responses")
+        rows = f"{watch.num_scored:,} of {watch.num_rows:,} rows"
+        lines.append(f"reward: ground truths (or else prompts) of {rows}, and the responses")
     if watch.validated:
         lines.append(f"validation: {watch.validated} of at most {MAX_VALIDATION_ROWS} rows each")
     return lines
+
+
+ENDS = {
+    "terminated": "by the environment",
+    MAX_TURNS: "by environment.max_turns",
+    "length": "by the length limit",
+    "deadline": "by a deadline",
+    "environment": "by a failure of the environment",
+}
+"""How a trajectory ended -> its words."""
+
+
+def describe_ends(ended: Counter[str]) -> str:
+    """Return which share of the trajectories ended for each reason."""
+    total = ended.total()
+    shares = [f"{count / total:.0%} {ENDS.get(end, end)}" for end, count in ended.most_common()]
+    line = f"environment: {total} trajectories ended, {', '.join(shares)}"
+    if ended["terminated"]:
+        return line
+    return (
+        f"{line}. warning: the environment itself ended none. A model with random weights may not "
+        "reach its end; otherwise return TrajectoryEnd (try: verl-like check-environment)"
+    )
+
+
+def try_mask(config: Any) -> list[str]:
+    """Reject a policy loss of the user that tokens outside the mask change."""
+    policy = getattr(config, "actor_rollout_ref", None)
+    name = "" if policy is None else policy.actor.policy_loss.loss_mode
+    if not re.search("[.:]", name):
+        return []
+    try:
+        check_loss(name, "policy", skip=[other for other in NAMES if other not in OF_THE_MASK])
+    except BrokenRelation as error:
+        raise ConfigError(
+            f"{error}\nTo try all relations that a loss keeps: verl-like check-loss {name}"
+        ) from error
+    except ConfigError as error:  # the steps call it with all of its arguments
+        reason = str(error).partition("\n")[0]
+        return [f"loss: tokens outside the mask were not tried, because {reason}"]
+    return ["loss: tokens outside the mask have no effect"]
 
 
 def not_tried(config: Any) -> list[str]:

@@ -30,6 +30,10 @@ def reward_of_first_rows(response: str, extra_info: dict[str, Any]) -> float:
     return float(extra_info["unit"] in response)
 
 
+def reward_of_all_rows_but_one(response: str, extra_info: dict[str, Any]) -> float:
+    return 0.0 if extra_info["index"] != 117 else float(extra_info["unit"] in response)
+
+
 def reward_with_memory(response: str, ground_truth: str) -> float:
     seen.append(response)
     if len(seen) > 90:
@@ -85,6 +89,12 @@ def nan_loss(
     old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, config: ActorConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     return log_prob * (advantages - advantages).sqrt() / 0.0, {}
+
+
+def unmasked_loss(
+    old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **_: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    return -(advantages * (log_prob - old_log_prob).exp()).mean(), {}
 
 
 @token_loss(keys_read=())
@@ -224,6 +234,11 @@ class RewardOfText(Environment):
 
     def step(self, text: str) -> TrajectoryEnd:
         return TrajectoryEnd(reward="won")  # type: ignore[arg-type]
+
+
+class NeverEnds(Environment):
+    def step(self, text: str) -> Observation:
+        return Observation("more")
 
 
 class Counts(Environment):

@@ -27,6 +27,17 @@ FAST = {
         *GRPO,
         "reward=<file>:reward_of_first_rows",
     ),
+    "a reward that lacks a column of one row of many": (
+        "failed for 1 of .* rows with their ground truth",
+        *GRPO,
+        "reward=<file>:reward_of_all_rows_but_one",
+        "data.train_files=<tiny>/train.parquet",
+    ),
+    "a loss that ignores the mask": (
+        "unmasked_loss breaks (prompt_tokens|numbers_outside)",
+        *GRPO,
+        f"{LOSS}=<code>.unmasked_loss",
+    ),
     "a trainer whose state does not load": (
         "running_mean",
         *GRPO,
