@@ -30,8 +30,9 @@ MACHINE = (
 ).split()
 """Calls that change the machine, or make device files."""
 METADATA = (
-    "chmod chown fchmod fchmodat fchmodat2 fchown fchownat fremovexattr fsetxattr futimesat lchown "
-    "lremovexattr lsetxattr removexattr removexattrat setxattr setxattrat utime utimensat utimes"
+    "chmod chown fchmod fchmodat fchmodat2 fchown fchownat file_setattr fremovexattr fsetxattr "
+    "futimesat lchown lremovexattr lsetxattr removexattr removexattrat setxattr setxattrat utime "
+    "utimensat utimes"
 ).split()
 """Calls that change a file without writing to it, which Landlock does not cover."""
 KEEPS_TO_ITSELF = (
@@ -53,7 +54,8 @@ _TABLE = """
 acct 163 89, add_key 248 217, adjtimex 159 171, bpf 321 280, chmod 90 -, chown 92 -,
 chroot 161 51, clock_adjtime 305 266, clock_settime 227 112, clone 56 220, clone3 435 435,
 delete_module 176 106, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, fchown 93 55,
-fchownat 260 54, fcntl 72 25, finit_module 313 273, fork 57 -, fremovexattr 199 16,
+fchownat 260 54, fcntl 72 25, file_setattr 469 469, finit_module 313 273, fork 57 -,
+fremovexattr 199 16,
 fsconfig 431 431, fsetxattr 190 7, fsmount 432 432, fsopen 430 430, fspick 433 433,
 futimesat 261 -, init_module 175 105, io_uring_enter 426 426, io_uring_register 427 427,
 io_uring_setup 425 425, ioctl 16 29, ioperm 173 -, iopl 172 -, ioprio_set 251 30,
@@ -86,10 +88,12 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _ANSWER = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x50000
 _CLONE_THREAD = 0x10000
 _F_SETOWN, _F_SETSIG, _F_SETOWN_EX, _FIOSETOWN, _SIOCSPGRP = 8, 10, 15, 0x8901, 0x8902
+_SETFLAGS, _SETVERSION, _FSSETXATTR = 0x40086602, 0x40087602, 0x401C5820
+"""Requests of ioctl that change a file's attributes; a descriptor to read it is enough."""
 _INET, _INET6, _NETLINK, _DATAGRAM = 2, 10, 16, 2
 _ONLY_WITH: dict[str, tuple[int, int, Sequence[int]]] = {
     "fcntl": (1, _EQUAL, (_F_SETOWN, _F_SETSIG, _F_SETOWN_EX)),
-    "ioctl": (1, _EQUAL, (_FIOSETOWN, _SIOCSPGRP)),
+    "ioctl": (1, _EQUAL, (_FIOSETOWN, _SIOCSPGRP, _SETFLAGS, _SETVERSION, _FSSETXATTR)),
     "socketpair": (1, _ANY_BIT, (_DATAGRAM,)),  # it could send to, or connect to, another address
 }
 """Calls that are denied only with some values: number of the argument, operation, values."""
@@ -145,9 +149,10 @@ def _filter(audit_number: int, numbers: dict[str, int], denied: list[str]) -> li
         elif name == "clone3":  # its flags cannot be read here; ENOSYS makes libraries use clone
             no_such_call: Instruction = (_ANSWER, _ERROR | errno.ENOSYS, 0, 0)
             filters += [(_EQUAL, numbers[name], 0, 1), no_such_call]
-        elif name == "utimensat":  # without times it is a `touch`, which is allowed
+        elif name == "utimensat":  # a `touch` has no times: it succeeds, but changes nothing
+            done: Instruction = (_ANSWER, _ERROR, 0, 0)
             filters += [(_EQUAL, numbers[name], 0, 6), (_LOAD, 32, 0, 0), (_EQUAL, 0, 0, 2)]
-            filters += [(_LOAD, 36, 0, 0), (_EQUAL, 0, 1, 0), deny_it, allow_it]
+            filters += [(_LOAD, 36, 0, 0), (_EQUAL, 0, 1, 0), deny_it, done]
         else:
             filters += [(_EQUAL, numbers[name], 0, 1), deny_it]
     return [*filters, allow_it]
@@ -220,11 +225,11 @@ def isolate_network(remedy: str = "") -> None:
 def restrict_writes(*places: str, extra: Iterable[str] = ()) -> None:
     """Keep this process, and those that it starts, from changing anything outside these places.
 
-    It can write only these files and below these folders. It cannot change modes or owners of
-    files, set their times, attach to another process, or allocate memory that outlives it, on
-    machines where `deny` works. It has none of root's rights except to read files. `extra` are
-    further system calls to deny. If the kernel has no Landlock, this raises after all other limits
-    are set.
+    It can write only these files and below these folders. It cannot change modes, owners, times or
+    attributes of any file, attach to another process, or allocate memory that outlives it, on
+    machines where `deny` works. A `touch` succeeds, but leaves the times of a file that exists. It
+    has none of root's rights except to read files. `extra` are further system calls to deny. If the
+    kernel has no Landlock, this raises after all other limits are set.
     """
     drop_capabilities()
     deny(MACHINE, METADATA, KEEPS_TO_ITSELF, extra)

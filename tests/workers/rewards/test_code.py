@@ -217,7 +217,13 @@ acts = [
     lambda: fcntl.ioctl(inet, 0x8901, me),  # FIOSETOWN
     lambda: fcntl.ioctl(inet, 0x8902, me),  # SIOCSPGRP
     lambda: libc.syscall({ioprio_set}, 1, pid, 3 << 13) == 0 or os.stat("missing"),
+    lambda: fcntl.ioctl(os.open(folder + "/old", os.O_RDONLY), 0x40086602, bytes(8)),
+    lambda: fcntl.ioctl(os.open(folder + "/old", os.O_RDONLY), 0x401C5820, bytes(28)),
 ]
+# without times they succeed, but must have no effect
+os.utime(folder + "/old")
+libc.utimes((folder + "/old").encode(), None)
+os.utime(os.open(folder + "/old", os.O_RDONLY))
 limits = resource.prlimit(0, resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
 fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_NONBLOCK)
@@ -230,6 +236,7 @@ def test_a_program_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
     if not can_restrict_writes():
         pytest.skip("this machine has no Landlock")
     (tmp_path / "old").write_text("x")
+    os.utime(tmp_path / "old", (1, 1))
     with subprocess.Popen(["sleep", "60"]) as other:
         number = {"x86_64": 251, "aarch64": 30}[platform.machine()]
         code = OUTSIDE.format(folder=str(tmp_path), pid=other.pid, ioprio_set=number)
@@ -238,6 +245,7 @@ def test_a_program_changes_nothing_outside_its_folder(tmp_path: Path) -> None:
         other.kill()
     assert (result, state) == (1.0, "S")
     assert [file.name for file in tmp_path.iterdir()] == ["old"]
+    assert (tmp_path / "old").stat().st_mtime == 1
 
 
 def test_verls_data_sources_use_this_rule() -> None:
