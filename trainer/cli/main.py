@@ -83,9 +83,9 @@ def main() -> None:
     if resolved:
         print(f"note: verl-like {command} runs verl-like {' '.join(resolved)}", file=sys.stderr)
         command, arguments = resolved[0], [*resolved[1:], *arguments]
-    # commands with processes detect a child's death by an error on its pipe, so they must not end
-    # silently on such an error
-    serves = ("serve", "serve-reward")
+    # commands with processes detect a child's death by an error on its pipe, and servers a closed
+    # connection, so they must not end silently on such an error
+    serves = ("serve", "serve-reward", "watch")
     works = command in ("check", "eval", "replay", "chat", "doctor", *serves, *RECIPES)
     if not works or {*ASKS_FOR_HELP, "--cfg"} & set(arguments):
         exit_on_broken_pipe()

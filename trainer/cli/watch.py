@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import html
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
@@ -26,6 +27,7 @@ from trainer.tools.report.page import report_html
 from trainer.tools.report.read import read_run
 from verl_like.errors import ConfigError
 from verl_like.files import is_remote
+from verl_like.process.machine import foreign_header
 from verl_like.terminal import usage_text
 
 
@@ -59,9 +61,17 @@ def server_of(folder: str | Path, port: int, every_s: float) -> ThreadingHTTPSer
             return rendered["page"][1]
 
     class Handler(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            with suppress(ConnectionError):  # the tab is closed
+                super().handle()
+
         def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+            foreign = foreign_header(self.headers.get("Host"), self.headers.get("Origin"))
             try:
-                text, status = page(), 200
+                if foreign:
+                    text, status = html.escape(f"{foreign}. Use 127.0.0.1.").encode(), 403
+                else:
+                    text, status = page(), 200
             except ConfigError as error:  # the run has not begun
                 refresh = f'<meta http-equiv="refresh" content="{every_s:g}">'
                 text, status = f"{refresh}<p>{html.escape(str(error))}</p>".encode(), 503

@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import uvicorn
 from pydantic import TypeAdapter, ValidationError, create_model
@@ -37,7 +36,7 @@ from trainer.serve.pending import PendingResults, RequestError
 from trainer.serve.rows import loss_of, read_datums
 from trainer.serve.work_queue import WorkQueue, started
 from verl_like.errors import VerlLikeError
-from verl_like.process.machine import ON_THIS_MACHINE, http_url
+from verl_like.process.machine import foreign_header, http_url
 
 logger = logging.getLogger(__name__)
 LONGEST_POLL_S = 30.0
@@ -168,14 +167,10 @@ class Api:
                 return None
             text = "the key in X-API-Key is not the key of this server. Set TINKER_API_KEY to it."
             return RequestError(text, 401)
-        for name, prefix in (("Host", "//"), ("Origin", "")):
-            value = headers.get(name)
-            if value is not None and not _is_local(prefix + value):
-                return RequestError(
-                    f"the header {name}: {value:.80} is not an address of this machine, and this "
-                    "server has no key. Use 127.0.0.1, or start the server with --token-env.",
-                    403,
-                )
+        foreign = foreign_header(headers.get("Host"), headers.get("Origin"))
+        if foreign:
+            advice = "Use 127.0.0.1, or start the server with --token-env."
+            return RequestError(f"{foreign}, and this server has no key. {advice}", 403)
         return None
 
     async def _fields(self, request: Request) -> JsonObject:
@@ -271,13 +266,6 @@ class Api:
             return JSONResponse(again)
         self.pending_results.was_read(pending)
         return result
-
-
-def _is_local(url: str) -> bool:
-    try:
-        return urlsplit(url).hostname in ON_THIS_MACHINE
-    except ValueError:
-        return False
 
 
 def body_of(handler: Handler) -> type[b.Body]:

@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 CONTAINER = Path("/sys/fs/cgroup")
 """The folder of this process's control group in a container."""
@@ -35,6 +36,25 @@ def address_toward(host: str) -> str:
 def http_url(host: str, port: int) -> str:
     """Return the URL of a server; an IPv6 address gets brackets."""
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def foreign_header(host: str | None, origin: str | None) -> str:
+    """Say which of these headers of a request is not of this machine; return "" if none is.
+
+    A page of another site can make a browser send requests to this machine; its name may even
+    resolve to 127.0.0.1 (DNS rebinding).
+    """
+    for name, prefix, value in (("Host", "//", host), ("Origin", "", origin)):
+        if value is not None and not _is_local(prefix + value):
+            return f"the header {name}: {value:.80} is not an address of this machine"
+    return ""
+
+
+def _is_local(url: str) -> bool:
+    try:
+        return urlsplit(url).hostname in ON_THIS_MACHINE
+    except ValueError:
+        return False
 
 
 def process_state(pid: int) -> str | None:

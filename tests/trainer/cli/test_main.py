@@ -219,6 +219,7 @@ def test_every_command_is_in_the_list() -> None:
     [
         (["async", "no_such_key=1"], signal.SIG_IGN),
         (["sft", "no_such_key=1"], signal.SIG_IGN),
+        (["watch", "no_such_run", "--port=x"], signal.SIG_IGN),
         (["sft", "--help"], signal.SIG_DFL),
         (["bisect"], signal.SIG_DFL),
     ],
