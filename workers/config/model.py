@@ -129,7 +129,8 @@ class OptimConfig(Section):
     """Warm-up as a fraction of all update calls."""
     optimizer: str = config_field("AdamW", registry="optimizer")
     """Optimizer, which gets the settings of this section that it accepts. AdamWMatrixDecay decays
-    only matrices.
+    only matrices. Muon steps the matrices of hidden layers at `args.matrix_lr`, and other weights
+    as AdamW.
     """
     args: dict[str, Any] = config_field(
         factory=dict, arguments_of="optimizer", allows="arguments of the optimizer"

@@ -116,7 +116,7 @@ class TrainEngine(Model):
         build_model(self, worker)
         self.reading.begin(self)
         if self.optim_config is not None:
-            self.optimizer = build_optimizer(self.parameters(), self.optim_config)
+            self.optimizer = build_optimizer(self.module, self.optim_config)
             self.guard = NonfiniteGuard(self.groups)
             self.scheduler = Schedule(self.optimizer, self.optim_config, total_steps)
 

@@ -28,6 +28,7 @@ from verl_like.registry import CallSignature, Registry, check_call, signature_of
 from workers.models.state import local_shard
 from workers.parallel.groups import RankGroups
 from workers.training.microbatch import all_reduce
+from workers.training.muon import Muon
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
@@ -140,7 +141,13 @@ def schedule_notes(section: str, config: OptimConfig, total_steps: int) -> list[
 
 
 def check_optim(config: OptimConfig, section: str) -> None:
-    """Reject invalid betas, and a schedule with a parameter that the config does not have."""
+    """Reject invalid betas, torch's Muon, and a schedule whose parameter the config lacks."""
+    if OPTIMIZERS.look_up(config.optimizer) is torch.optim.Muon:
+        raise ConfigError(
+            f"{section}.optimizer={config.optimizer} steps only matrices, but models have vectors, "
+            f"such as norms. Set {section}.optimizer=Muon, which steps the other weights by AdamW "
+            f"({section}.args.matrix_lr is the rate of the matrices)."
+        )
     if len(config.betas) != 2 or not all(0 <= beta < 1 for beta in config.betas):
         raise ConfigError(
             f"{section}.betas={list(config.betas)}: it must be two numbers, each from 0 to below 1."
@@ -184,9 +191,11 @@ OPTIMIZERS: Registry[Any] = Registry(
 
     OPTIMIZERS.register("RMSprop")(torch.optim.RMSprop)
 
-All parameters after the weights are optional.
+All parameters after the weights are optional. A static method `groups_of(module)` of a class
+returns the weights as groups. The key `peak_lr` of a group replaces `optim.lr` for it.
 """
 OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
+OPTIMIZERS.register("Muon")(Muon)
 
 
 @OPTIMIZERS.register("AdamWMatrixDecay")
@@ -212,14 +221,15 @@ BFLOAT16_WEIGHTS = (
 )
 
 
-def build_optimizer(
-    parameters: Iterable[nn.Parameter], config: OptimConfig
-) -> torch.optim.Optimizer:
-    """Return the optimizer over all parameters, with the settings that its constructor takes."""
-    parameters = list(parameters)
+def build_optimizer(module: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
+    """Return the optimizer over all trained parameters, with the settings that its constructor
+    takes.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if any(parameter.dtype == torch.bfloat16 for parameter in parameters):
         logger.warning(BFLOAT16_WEIGHTS)
     cls = OPTIMIZERS.look_up(config.optimizer)
+    groups = cls.groups_of(module) if hasattr(cls, "groups_of") else parameters
     settings: dict[str, Any] = {name: getattr(config, name) for name in _settings_taken(cls)}
     settings |= select_arguments(cls, config.args)
     if "betas" in settings:
@@ -228,7 +238,7 @@ def build_optimizer(
         # A fused step is a single pass over memory, with bit-identical results for every sharding.
         # Fused steps of other optimizers do not support sharded weights.
         settings["fused"] = True
-    optimizer: torch.optim.Optimizer = cls(parameters, **settings)
+    optimizer: torch.optim.Optimizer = cls(groups, **settings)
     return optimizer
 
 
@@ -267,6 +277,11 @@ class OptimStepSettings:
                     f"optim_step: {type(optimizer).__name__} has no setting {name!r}; it has "
                     f"{', '.join(n for n in SETTINGS if n in optimizer.defaults)}."
                 )
+        if "lr" in changes and any("peak_lr" in group for group in optimizer.param_groups):
+            raise ConfigError(
+                f"optim_step: {type(optimizer).__name__} has two learning rates, so the rate of a "
+                "single step is not supported. Leave out lr, or set optim.optimizer=AdamW."
+            )
         before = [{name: group[name] for name in changes} for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             group.update(changes)
@@ -297,9 +312,10 @@ class Schedule:
     def set_step(self, step: int) -> None:
         """Set the rate of update call `step`, counted from 0."""
         self.num_steps = step
-        self.lr = self.config.lr * lr_factor(step, self.total_steps, self.config)
+        factor = lr_factor(step, self.total_steps, self.config)
+        self.lr = self.config.lr * factor
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+            group["lr"] = group.get("peak_lr", self.config.lr) * factor
 
     def step(self) -> None:
         """Set the rate of the next update call."""

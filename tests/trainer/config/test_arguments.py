@@ -115,7 +115,7 @@ def test_a_custom_estimator_has_arguments(tmp_path: Path) -> None:
 
 def test_an_optimizer_has_arguments_by_its_constructor() -> None:
     config = load(USE_SGD, f"{OPTIM}.args.momentum=0.9").actor_rollout_ref.actor.optim
-    optimizer = build_optimizer([torch.nn.Parameter(torch.ones(1))], config)
+    optimizer = build_optimizer(torch.nn.Linear(1, 1), config)
     assert optimizer.defaults["momentum"] == 0.9
     with pytest.raises(ConfigError, match=r"optim\.args\.nesterov=1: it takes true or false"):
         load(USE_SGD, f"{OPTIM}.args.nesterov=1")
@@ -126,6 +126,6 @@ def test_the_critic_inherits_arguments_of_the_actor_s_optimizer() -> None:
     config = load(*gae, USE_SGD, f"{OPTIM}.args.momentum=0.9")
     assert critic_optim(config).args == {"momentum": 0.9}
     config = load(*gae, USE_SGD, f"{OPTIM}.args.momentum=0.9", "critic.optim.optimizer=AdamW")
-    build_optimizer([torch.nn.Parameter(torch.ones(1))], critic_optim(config))
+    build_optimizer(torch.nn.Linear(1, 1), critic_optim(config))
     config = load(*gae, "critic.optim.args.amsgrad=true")
     assert critic_optim(config).args == {"amsgrad": True}

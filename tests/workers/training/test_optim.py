@@ -101,7 +101,7 @@ def test_matrix_decay_spares_norms_and_biases(optimizer: str) -> None:
         nn.init.ones_(parameter)
         parameter.grad = torch.zeros_like(parameter)
     config = OptimConfig(optimizer=optimizer, lr=0.1, weight_decay=0.5)
-    build_optimizer(module.parameters(), config).step()
+    build_optimizer(module, config).step()
     for parameter in module.parameters():
         decayed = bool((parameter < 1.0).all())
         assert decayed == (parameter.dim() == 2 or optimizer == "AdamW")
@@ -110,7 +110,7 @@ def test_matrix_decay_spares_norms_and_biases(optimizer: str) -> None:
 
 def test_the_schedule_sets_the_rate_of_both_groups() -> None:
     config = OptimConfig(optimizer="AdamWMatrixDecay", lr=0.1, lr_warmup_steps=3)
-    optimizer = build_optimizer(nn.Linear(3, 3).parameters(), config)
+    optimizer = build_optimizer(nn.Linear(3, 3), config)
     schedule = Schedule(optimizer, config, 10)
     schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]

@@ -38,8 +38,8 @@ def check_coverage(of_ranks: Sequence[Shards], subject: str) -> None:
             f"{subject}: its files would lack or repeat elements in {len(wrong)} of {len(shapes)} "
             f"tensors, such as {name} {list(shapes[name])}, of which "
             f"{', '.join(places[:8]) or 'no rank'} would be written. This is a bug in verl_like: "
-            "please report this text and the section `parallel`. With strategy=fsdp and without "
-            "tp, sp, pp and ep, other code writes the shards."
+            "please report this text and the section `parallel`. Until it is fixed, train with "
+            "strategy=fsdp and without tp, sp, pp and ep."
         )
 
 

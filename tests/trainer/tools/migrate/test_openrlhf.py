@@ -14,6 +14,7 @@ from tests.trainer.tools.migrate.words import (
     translated_whole,
 )
 from trainer.cli.main import main
+from workers.config import critic_optim
 
 FLAGS = Path(__file__).with_name("openrlhf_flags.txt").read_text(encoding="utf-8").splitlines()
 """Every flag of `train_ppo_ray` in both generations, with a value."""
@@ -101,6 +102,18 @@ def test_without_engines_the_actor_generates() -> None:
     assert config.role_mapping["rollout"] == "actor_pool"
     assert [reward.url for reward in config.reward.list] == ["http://a:1", "http://b:2"]
     assert [reward.protocol for reward in config.reward.list] == ["openrlhf"] * 2
+
+
+def test_muon_has_the_rates_of_both_groups() -> None:
+    flags = "--pretrain model --remote_rm_url http://a:1 --prompt_data x.jsonl --actor.adam.lr 1e-6"
+    rate, muon = "--actor.muon.lr 0.01", "--actor.optim muon --actor.muon.momentum 0.9"
+    config = composed(translated_whole("openrlhf", f"{flags} {rate} {muon}"))
+    actor = config.actor_rollout_ref.actor.optim
+    assert (actor.optimizer, actor.lr) == ("Muon", 1e-6)
+    assert actor.args == {"matrix_lr": 0.01, "momentum": 0.9}
+    assert critic_optim(config).optimizer == "AdamW"
+    ignored = composed(translated_whole("openrlhf", f"{flags} {rate}"))
+    assert ignored.actor_rollout_ref.actor.optim.optimizer == "AdamW"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,12 @@ def test_sft_counts_rows_and_samples_as_in_openrlhf() -> None:
     assert columns in "\n".join(done.absent)
 
 
+def test_muon_has_the_rates_of_both_groups() -> None:
+    flags = "--optim muon --muon.lr 0.01 --muon.ns_steps 5"
+    optim = composed(migrated("openrlhf", HEREDOC.format(program="train_rm", flags=flags))).optim
+    assert (optim.optimizer, optim.lr, optim.args) == ("Muon", 5e-6, {"matrix_lr": 0.01})
+
+
 def test_a_chat_template_may_be_applied_to_prompts() -> None:
     columns = "--input_key prompt --output_key response --apply_chat_template"
     line = f"deepspeed --module openrlhf.cli.train_sft --dataset x --pretrain m {columns}"

@@ -30,7 +30,7 @@ REJECTED = {
     },
     ("openrlhf", "deepspeed --module"): {
         "openrlhf.cli.train_rm --data.chosen_key better": "rename the column to chosen",
-        "openrlhf.cli.train_dpo --optim muon": "Muon is not built in",
+        "openrlhf.cli.train_dpo --optim lion": "OpenRLHF has adam and muon",
         "openrlhf.cli.train_kto --dataset x": "openrlhf.cli.train_kto cannot be translated",
     },
     ("trl", TRL): {

@@ -220,7 +220,7 @@ def test_weights_decay_as_in_hf_s_trainer(config: Any, tmp_path: Path) -> None:
     optim = composed(translated_whole("trl", command)).optim
     model = AutoModelForCausalLM.from_config(config)
     trainer = Trainer(model, TrainingArguments(str(tmp_path), report_to=[], use_cpu=True))
-    groups = build_optimizer(model.parameters(), optim).param_groups
+    groups = build_optimizer(model, optim).param_groups
     decayed = {id(p) for group in groups if group["weight_decay"] == 0.1 for p in group["params"]}
     names = {name for name, p in model.named_parameters() if id(p) in decayed}
     all_names = {name for name, _ in model.named_parameters()}
