@@ -8,8 +8,10 @@ This module does not import torch, because reward processes import it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
+import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,7 +80,7 @@ def _read(
         paths = [folder / name for folder in folders]
         path = next((path for path in paths if path.is_file()), paths[0])
         try:
-            data = path.read_bytes()
+            data = _bytes_of_file(path)
         except OSError as error:
             raise ValueError(f"the image {path} is not readable: {error.strerror}") from error
         return data, path, _checked_size(data, str(path))
@@ -89,6 +91,13 @@ def _read(
     return value, None, _checked_size(value, "an image in the row")
 
 
+def _bytes_of_file(path: Path) -> bytes:
+    """Return the content of a plain file; others, such as a FIFO, could have no end."""
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+        raise OSError(errno.EINVAL, "it is not a plain file")
+    return path.read_bytes()
+
+
 def is_picture(value: Any) -> bool:
     """Return whether the value is an image of PIL."""
     return hasattr(value, "save") and hasattr(value, "mode")
@@ -96,6 +105,7 @@ def is_picture(value: Any) -> bool:
 
 def as_png(picture: Any) -> bytes:
     """Return an image of PIL as the bytes of an upright PNG file in RGB."""
+    _check_is_still(picture)
     buffer = io.BytesIO()
     _upright_rgb(picture).save(buffer, format="PNG")
     return buffer.getvalue()
@@ -134,6 +144,7 @@ def _checked_size(data: bytes, name: str) -> tuple[int, int]:
 
     try:
         image = _header(data)
+        _check_is_still(image)
         size: tuple[int, int] = image.size
         if image.format == "JPEG":
             if data.find(END_OF_JPEG, image.fp.tell()) < 0:
@@ -148,6 +159,19 @@ def _checked_size(data: bytes, name: str) -> tuple[int, int]:
     except DAMAGED as error:
         reason = "it is empty" if not data else _reason(error)
         raise ValueError(f"{name} is not a readable image: {reason}") from error
+
+
+def _check_is_still(image: Any) -> None:
+    """Raise a ValueError for an animation, or for a file of several pages.
+
+    A photo in the format MPO is one picture: its other images are previews.
+    """
+    count = getattr(image, "n_frames", 1)
+    if count > 1 and image.format != "MPO":
+        raise ValueError(
+            f"the image has {count} frames or pages, and a model reads one picture. Save the frame "
+            "that it should see as a separate file"
+        )
 
 
 def _reason(error: BaseException) -> str:
@@ -190,7 +214,7 @@ def open_image(ref: ImageRef, row: str = "") -> Any:
     """Return the image of a row, which errors name; its file must be as when the row was read."""
     called = f"{row}: the image {ref.path}" if row else f"the image {ref.path}"
     try:
-        data = Path(ref.path).read_bytes()
+        data = _bytes_of_file(Path(ref.path))
     except OSError as error:
         raise ConfigError(
             f"{called} is not readable here: {error.strerror}. Put images on storage that all "

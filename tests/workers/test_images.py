@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import socket
 import struct
 import zlib
 from collections.abc import Callable
@@ -14,7 +16,8 @@ import pytest
 from PIL import Image, ImageOps
 
 from tests.workers.models.vision import picture
-from workers.images import image_ref, open_image
+from verl_like.errors import ConfigError
+from workers.images import ImageRef, image_ref, open_image
 
 Make = Callable[[], tuple[bytes, Any]]
 """Returns the bytes of an image file, and the pixels that a model should get."""
@@ -93,9 +96,15 @@ def transparent_palette() -> tuple[bytes, Any]:
     return data, on_white(data)
 
 
-def animated() -> tuple[bytes, Any]:
-    frames = [picture(30, 20, seed=number) for number in range(2)]
-    data = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+def gif() -> tuple[bytes, Any]:
+    data = saved(picture(30, 20), "GIF")
+    return data, loaded(data).convert("RGB")
+
+
+def photo_with_preview() -> tuple[bytes, Any]:
+    """Return a file as some phones write it."""
+    data = saved(picture(30, 20), "MPO", save_all=True, append_images=[picture(12, 8)])
+    assert loaded(data).n_frames == 2
     return data, loaded(data).convert("RGB")
 
 
@@ -108,7 +117,7 @@ def large() -> tuple[bytes, Any]:
     "make",
     [
         *(cmyk, palette, gray_16, gray, black_and_white),
-        *(transparent, transparent_gray, transparent_palette, animated, large),
+        *(transparent, transparent_gray, transparent_palette, gif, photo_with_preview, large),
         *(lambda n=n: rotated(n) for n in (1, 3, 6, 8)),
     ],
 )
@@ -136,6 +145,30 @@ def test_an_image_of_pil_has_the_pixels_of_its_file(
     (tmp_path / "file").write_bytes(data)
     ours, in_memory = (open_image(image_ref(value)) for value in (tmp_path / "file", loaded(data)))
     assert np.array_equal(np.asarray(ours), np.asarray(in_memory))
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_an_animation_is_rejected(kind: str, tmp_path: Path) -> None:
+    frames = [picture(30, 20, seed=number) for number in range(3)]
+    data = saved(frames[0], kind, save_all=True, append_images=frames[1:])
+    path = tmp_path / "image"
+    path.write_bytes(data)
+    for value in (path, data, loaded(data)):
+        with pytest.raises(ValueError, match="the image has 3 frames or pages, and a model reads"):
+            image_ref(value)
+
+
+def test_a_path_that_is_no_plain_file_is_rejected(tmp_path: Path) -> None:
+    fifo, server = tmp_path / "fifo", tmp_path / "socket"
+    os.mkfifo(fifo)
+    with socket.socket(socket.AF_UNIX) as opened:
+        opened.bind(str(server))
+        for path in (fifo, server, Path("/dev/zero")):
+            with pytest.raises(ValueError, match=f"{path} is not readable: it is not a plain file"):
+                image_ref(str(path))
+    ref = ImageRef(str(fifo), "", 1, 1)
+    with pytest.raises(ConfigError, match="not readable here: it is not a plain file"):
+        open_image(ref)
 
 
 def header_only(width: int, height: int) -> bytes:

@@ -193,6 +193,8 @@ def write_rows(rows: Iterable[Row], subject: str, path: Path, may_differ: bool =
             raise ConfigError(
                 f"{subject}, row {number}: {err}. Drop the column, or pass a parquet file."
             ) from err
+        except ValueError as err:
+            raise ConfigError(f"{subject}, row {number}: {err}.") from err
     text = "".join(lines)
     if not may_differ and path.is_file() and path.read_text(encoding="utf-8") != text:
         raise ConfigError(
