@@ -30,7 +30,6 @@ from trainer.config.settings import flat_settings, overrides_of
 from trainer.config.unused_keys import unused_reason
 from trainer.data.files import folders_of, good_rows
 from trainer.data.formats import json_rows
-from trainer.data.lm_rows import with_refs
 from trainer.hooks import check_callbacks
 from trainer.launch import run
 from trainer.run_folder.folder import read_marker, saved_steps
@@ -189,7 +188,7 @@ class PythonRun:
                 folders = folders_of([derived[key]])
 
                 def check(_: str, row: Row, folders: Sequence[Path] = folders) -> None:
-                    self._check_row(self._with_refs(row, config, folders), config)
+                    self._check_row(row, config, folders)
 
                 for _ in good_rows(named, check, "error"):
                     pass
@@ -216,11 +215,7 @@ class PythonRun:
         """Convert texts, chats and dicts with columns to rows as in the recipe's files."""
         return [text_row(item) for item in items]
 
-    def _with_refs(self, row: Row, config: Any, folders: Sequence[Path]) -> Row:
-        """Return the row with references to images in its chat, as the recipe reads it."""
-        return with_refs(row, folders)[0]
-
-    def _check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any, folders: Sequence[Path]) -> None:
         """Raise a ValueError if the row's columns or their types are not those of the recipe."""
         raise NotImplementedError
 

@@ -30,8 +30,9 @@ from trainer.api.inputs import Row, prompt_row
 from trainer.api.python_run import PythonRun, bare_errors, require_counts
 from trainer.data import files
 from trainer.data.config import DataConfig
-from trainer.data.lm_rows import check_lm_row
-from trainer.data.pairs import check_labeled, check_pair
+from trainer.data.lm_rows import check_lm_row, lm_columns_of
+from trainer.data.media import ReadColumns, read_media
+from trainer.data.pairs import check_labeled, check_pair, labeled_columns_of, pair_columns_of
 from trainer.ppo.config import PPOConfig
 from trainer.run_folder.result import RunResult
 from verl_like.errors import ConfigError
@@ -175,15 +176,13 @@ class PPO(PythonRun):
             self._defaults["data.train_batch_size"] = len(rows)
         return rows
 
-    def _with_refs(self, row: Row, config: Any, folders: Sequence[Path]) -> Row:
-        """Return the row with references to images in its prompt."""
-        prompt_key, image_key = config.data.prompt_key, config.data.image_key
-        return files.with_image_refs(row, [prompt_key], image_key, folders)[0]
-
-    def _check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any, folders: Sequence[Path]) -> None:
         """Check the columns of a prompt, unless the user's class reads them."""
-        if not config.data.custom_cls.path:
-            files.prompt_row(row, config.data.prompt_key, needs_rules=False)
+        data = config.data
+        if not data.custom_cls.path:
+            columns = ReadColumns([data.prompt_key])
+            row, _ = read_media(row, columns, folders, image_key=data.image_key)
+            files.prompt_row(row, data.prompt_key, needs_rules=False)
 
     @bare_errors
     def fit(
@@ -346,9 +345,9 @@ class SFT(RowsRun):
     _recipe_path = "trainer.sft.recipe.SFT"
     _example = '[{"prompt": "2 + 2", "response": "4"}]'
 
-    def _check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any, folders: Sequence[Path]) -> None:
         """Check the columns of a text, a prompt with a response, or a chat."""
-        check_lm_row(row)
+        check_lm_row(read_media(row, lm_columns_of(row), folders)[0])
 
 
 class RewardModelTraining(RowsRun):
@@ -363,9 +362,9 @@ class RewardModelTraining(RowsRun):
     _recipe_path = "trainer.reward_model.recipe.REWARD_MODEL"
     _example = PAIR
 
-    def _check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any, folders: Sequence[Path]) -> None:
         """Check the columns of a pair."""
-        check_pair(row)
+        check_pair(read_media(row, pair_columns_of(row), folders)[0])
 
 
 class DPO(RowsRun):
@@ -379,12 +378,12 @@ class DPO(RowsRun):
     _recipe_path = "trainer.preference.recipe.DPO"
     _example = PAIR
 
-    def _check_row(self, row: Row, config: Any) -> None:
+    def _check_row(self, row: Row, config: Any, folders: Sequence[Path]) -> None:
         """Check the columns of a pair or, if the loss reads labels, of a response with a label."""
         if loss_reads(config, "desirable"):
-            check_labeled(row)
+            check_labeled(read_media(row, labeled_columns_of(row), folders)[0])
         else:
-            check_pair(row)
+            check_pair(read_media(row, pair_columns_of(row), folders)[0])
 
 
 class KTO(DPO):

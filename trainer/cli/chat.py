@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.cli.check_environment import json_object, reject_ids, reply_text
+from trainer.data.media import ReadColumns, read_media
 from trainer.data.prompt_tokens import render_messages
 from trainer.data.prompts import load_tokenizer
 from trainer.run_folder.saved_model import find_loadable
@@ -104,9 +105,8 @@ class Chat:
 
         Lines `/image PATH` at the beginning of the message are images.
         """
-        parts, text = _image_parts(text)
-        content = [*parts, {"type": "text", "text": text}] if parts else text
-        self.messages.append({"role": "user", "content": content})
+        message, text = self._message(text)
+        self.messages.append(message)
         try:
             inputs = self._inputs(text)
         except ConfigError:
@@ -155,17 +155,40 @@ class Chat:
 
     def _inputs(self, text: str) -> Any:
         """Return the token ids of the conversation, or without a chat template, of the message."""
+        refs = images_of(self.messages)
         if self.tokenizer.chat_template is None:
+            if refs:
+                raise ConfigError(
+                    f"{self.tokenizer.name_or_path} has no chat template, which images need. Add "
+                    "chat_template.jinja to the model folder."
+                )
             return self.tokenizer(text, return_tensors="pt")
         try:
             text = render_messages(self.messages, self.tokenizer, add_generation_prompt=True)
         except ValueError as error:
             raise ConfigError(f"{self.tokenizer.name_or_path}: {error}") from error
         inputs = self.tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        refs = images_of(self.messages)
         if refs:
             inputs.update(self.image_inputs(inputs["input_ids"], refs))
         return inputs
+
+    def _message(self, text: str) -> tuple[dict[str, Any], str]:
+        """Return the user's message, and its text without the images at its beginning."""
+        paths = []
+        while text.startswith(IMAGE):
+            line, _, text = text.partition("\n")
+            paths.append(line.removeprefix(IMAGE).strip())
+        row: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+        if paths:
+            row["images"] = paths
+        model, columns = self.tokenizer.name_or_path, ReadColumns(["messages"])
+        try:
+            row, _ = read_media(row, columns, [Path()], model=model)
+        except ValueError as error:
+            remedy = "" if paths else f" A line {IMAGE}PATH before the message adds an image."
+            raise ConfigError(f"{error}.{remedy}") from error
+        message: dict[str, Any] = row["messages"][0]
+        return message, text
 
     def image_inputs(self, ids: Any, refs: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Return the arguments of `generate` for the images among these tokens."""
@@ -174,21 +197,6 @@ class Chat:
         images = ImageInput(self.model, image_reader(self.tokenizer.name_or_path))
         numbers = images.of_row(ids[0], refs, "the message")
         return images.arguments({"input_ids": ids}, numbers, ids.device)
-
-
-def _image_parts(text: str) -> tuple[list[dict[str, str]], str]:
-    """Return the parts of the images at the beginning of a message, and the rest of it."""
-    from workers.images import image_ref
-
-    parts = []
-    while text.startswith(IMAGE):
-        line, _, text = text.partition("\n")
-        try:
-            ref = image_ref(line.removeprefix(IMAGE).strip())
-        except ValueError as error:
-            raise ConfigError(f"{error}.") from error
-        parts.append({"type": "image", **ref._asdict()})
-    return parts, text
 
 
 def main(arguments: Sequence[str]) -> None:

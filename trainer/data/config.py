@@ -47,7 +47,9 @@ class DataConfig(Section):
     prompt_key: str = config_field("prompt", allows="a column")
     """Column of the prompts."""
     image_key: str | None = config_field("images", allows="a column or null")
-    """Column of a prompt's images: paths, bytes, or dicts with one of them. null: no images."""
+    """Column of a prompt's images, next to `images` and `image`. null: columns and the marker
+    `<image>` are not read.
+    """
     train_batch_size: int = config_field(1024, above=0)
     """Prompts per step."""
     total_prompts: int | None = config_field(

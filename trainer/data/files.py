@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from trainer.data.config import DataConfig
 from trainer.data.formats import csv_rows, is_hub_name, json_rows, load_hub_split, parquet_rows
@@ -19,11 +19,7 @@ from trainer.data.prompt_tokens import check_messages
 from verl_like.errors import ConfigError, join_few, nearest
 from verl_like.files import is_remote
 from verl_like.registry import CallSignature, check_call, load_attribute
-from workers.chats import IMAGE_TYPES
 from workers.rewards.outcome import GIVE_REWARD
-
-if TYPE_CHECKING:
-    from workers.images import ImageRef
 
 logger = logging.getLogger(__name__)
 Row = dict[str, Any]
@@ -131,30 +127,6 @@ def prompt_row(row: Row, prompt_key: str, needs_rules: bool) -> Row:
     if "ground_truth" not in rule:
         raise ValueError(f"reward_model has no 'ground_truth', only {filled_columns(rule)}")
     return row
-
-
-def has_images(row: Row, columns: Sequence[str], image_key: str | None) -> bool:
-    """Return True if the row has images in the column `image_key`, or in chats in `columns`."""
-    if image_key and row.get(image_key):
-        return True
-    chats = [row[name] for name in columns if isinstance(row.get(name), list)]
-    contents = [m.get("content") for chat in chats for m in chat if isinstance(m, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type") in IMAGE_TYPES for part in parts)
-
-
-def with_image_refs(
-    row: Row, columns: Sequence[str], image_key: str | None, folders: Sequence[Path]
-) -> tuple[Row, Sequence[ImageRef]]:
-    """Return the row with references to images in its chats, and the references.
-
-    The code for images is imported only if a row has some.
-    """
-    if not has_images(row, columns, image_key):
-        return row, ()
-    from trainer.data.images import take_images
-
-    return take_images(row, columns, image_key, folders)
 
 
 def ground_truth_of(row: Row) -> Any:

@@ -1,6 +1,6 @@
-"""Images in rows: paths and bytes in data files become references in the messages.
+"""Images in chats: paths and bytes in data files become references in the messages.
 
-    row, refs = take_images(row, ("prompt",), "images", [Path("data")])
+    messages, refs = take_images(row["prompt"], row["images"], [Path("data")])
 
 The rows of verl and TRL have a column of images, and `<image>` or an empty part of type `image`
 where each belongs. Without such places, the images come first in the user's first message, as in
@@ -11,7 +11,7 @@ TRL. In OpenAI's format, the parts contain the images. Afterwards, each image is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from workers.chats import IMAGE_TYPES, MEDIA
 from workers.images import ImageRef, image_ref
 
 MARK = "<image>"
-Row = dict[str, Any]
 
 
 class ImagePlaceholder(NamedTuple):
@@ -29,31 +28,25 @@ class ImagePlaceholder(NamedTuple):
 
 
 def take_images(
-    row: Row, columns: Sequence[str], image_key: str | None, folders: Sequence[Path]
-) -> tuple[Row, list[ImageRef]]:
-    """Return the row with references to images in the messages of `columns`, and the references.
+    chat: Sequence[Any], images: Sequence[Any], folders: Sequence[Path]
+) -> tuple[list[Any], list[ImageRef]]:
+    """Return the chat with references to images, and the references.
 
-    Relative paths are looked up in the `folders`. A ValueError says what is wrong with an image, or
-    that there are more or fewer places than images.
+    `images` are those of the row's column. A ValueError says what is wrong with an image, or that
+    there are more or fewer places than images.
     """
-    images = row.get(image_key) if image_key else None
-    if not isinstance(images, list | tuple):
-        images = [] if images is None else [images]
-    names = [name for name in columns if isinstance(row.get(name), list)]
-    if images and not names:
-        raise ValueError("it has images, which need a chat: write the prompt as messages")
-    chats = {name: [_with_places(m, bool(images)) for m in row[name]] for name in names}
-    if images and not any(_places(chats.values())):
-        _put_first(chats[names[0]], len(images))
+    messages = [_with_places(message, bool(images)) for message in chat]
+    if images and not any(_places(messages)):
+        _put_first(messages, len(images))
 
     left = deque(image_ref(image, folders) for image in images)
     refs: list[ImageRef] = []
-    for number, place, parts in _places(chats.values()):
+    for number, place, parts in _places(messages):
         media = parts[place].media
         if media is None and not left:
             raise ValueError(
                 f"part {place} of message {number} is a place for an image, but the row has only "
-                f"{len(images)} images in the column {image_key!r}"
+                f"{len(images)} images in its column of images"
             )
         refs.append(left.popleft() if media is None else image_ref(media, folders))
         parts[place] = {"type": "image", **refs[-1]._asdict()}
@@ -62,7 +55,7 @@ def take_images(
             f"it has {len(images)} images, but only {len(images) - len(left)} places for them "
             f"({MARK}) in its messages"
         )
-    return {name: value for name, value in row.items() if name != image_key} | chats, refs
+    return messages, refs
 
 
 def _with_places(message: Any, has_column: bool) -> Any:
@@ -93,9 +86,9 @@ def _parts(content: Any, has_column: bool) -> Iterator[Any]:
             yield part
 
 
-def _places(chats: Iterable[Sequence[Any]]) -> Iterator[tuple[int, int, list[Any]]]:
+def _places(chat: Sequence[Any]) -> Iterator[tuple[int, int, list[Any]]]:
     """Yield (message number, part number, parts) of each `ImagePlaceholder`."""
-    for number, message in (numbered for chat in chats for numbered in enumerate(chat)):
+    for number, message in enumerate(chat):
         parts = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(parts, list):
             yield from (

@@ -41,8 +41,8 @@ from trainer.data.files import (
     good_rows,
     names_of,
     rows_of_files,
-    with_image_refs,
 )
+from trainer.data.media import ReadColumns, read_media
 from trainer.data.prompt_table import cache_key
 from trainer.data.prompt_tokens import (
     DroppedCharacters,
@@ -97,36 +97,17 @@ class EncodedRow(NamedTuple):
     numbers: Sequence[float] = ()
 
 
-IMAGE_COLUMNS = ("images", "image")
-"""The columns that may have a row's images."""
 Encode = Callable[[Row, Any], EncodedRow]
 """Maps (row, tokenizer) to the encoded row. A ValueError says what is wrong with the row."""
-
-
-def with_refs(row: Row, folders: Sequence[Path]) -> tuple[Row, Sequence[ImageRef]]:
-    """Return the row with references to images in its chat, and the references.
-
-    A pair without a prompt has the chat twice, in `chosen` and `rejected`, with equal images.
-    """
-    image_key = next((name for name in IMAGE_COLUMNS if row.get(name)), None)
-    has_chat = any(isinstance(row.get(name), list) for name in ("prompt", "messages"))
-    if not has_chat and all(isinstance(row.get(side), list) for side in ("chosen", "rejected")):
-        chosen, refs = with_image_refs(row, ["chosen"], image_key, folders)
-        rejected, others = with_image_refs(row, ["rejected"], image_key, folders)
-        if refs != others:
-            paths = [[ref.path for ref in side] for side in (refs, others)]
-            raise ValueError(
-                f"the images of 'chosen' {paths[0]} differ from those of 'rejected' {paths[1]}"
-            )
-        return {**chosen, "rejected": rejected["rejected"]}, refs
-    chat = "prompt" if row.get("messages") is None else "messages"
-    return with_image_refs(row, [chat], image_key, folders)
+ColumnsOf = Callable[[Row], ReadColumns]
+"""Returns the columns of a row that a recipe reads."""
 
 
 def encode_rows(
     key: str,
     files: Any,
     kind: str,
+    columns_of: ColumnsOf,
     encode: Encode,
     tokenizer: Any,
     on_bad_row: str,
@@ -143,7 +124,7 @@ def encode_rows(
     dropped = DroppedCharacters(tokenizer)
 
     def encode_and_note(where: str, row: Row) -> EncodedRow:
-        row, refs = with_refs(row, folders)
+        row, refs = read_media(row, columns_of(row), folders, model=tokenizer.name_or_path)
         try:
             encoded = encode(row, tokenizer)
         except ConfigError as error:  # the model reads no images
@@ -282,21 +263,30 @@ def read_lm_rows(
 ) -> list[LMRow]:
     """Return the rows of the files that the configuration's `key` names, in order.
 
-    With `loss_on_all`, every token is in the loss, whatever the columns. A bad row raises an error;
-    with `on_bad_row="skip"`, it is skipped and counted. Rows of more than `max_length` tokens are
-    cut at their end; a row that is left without a token in the loss is dropped. A log line reports
-    these numbers.
+    With `loss_on_all`, every token but those of images is in the loss, whatever the columns. A bad
+    row raises an error; with `on_bad_row="skip"`, it is skipped and counted. Rows of more than
+    `max_length` tokens are cut at their end; a row that is left without a token in the loss is
+    dropped. A log line reports these numbers.
     """
     encoded, num_bad = encode_rows(
-        key, files, "language model", _encode, tokenizer, on_bad_row, limit
+        key, files, "language model", lm_columns_of, _encode, tokenizer, on_bad_row, limit
     )
     warn_of_no_ends(key, [row.sides[0] for row in encoded], tokenizer)
     if loss_on_all:
-        sides = [row.sides[0] for row in encoded]
-        encoded = [EncodedRow([LMRow(row.ids, np.ones_like(row.in_loss))]) for row in sides]
+        encoded = [EncodedRow([_all_in_loss(row.sides[0], tokenizer)]) for row in encoded]
     rows, story = cut_rows(key, "rows", encoded, num_bad, max_length, "no token is in the loss")
     logger.info("%s", story)
     return [row.sides[0] for row in rows]
+
+
+def _all_in_loss(row: LMRow, tokenizer: Any) -> LMRow:
+    """Return the row with every token in the loss, except those of images."""
+    in_loss = np.ones_like(row.in_loss)
+    if row.images:
+        from workers.models.images import image_reader
+
+        in_loss = row.ids != image_reader(tokenizer.name_or_path).token_id
+    return replace(row, in_loss=in_loss)
 
 
 def warn_of_no_ends(key: str, rows: Sequence[LMRow], tokenizer: Any) -> None:
@@ -351,6 +341,17 @@ def has_completion(row: Row) -> bool:
     """Return whether a row has TRL's columns `prompt` and `completion`."""
     others = (row.get("messages"), row.get("response"))
     return others == (None, None) and None not in (row.get("prompt"), row.get("completion"))
+
+
+def lm_columns_of(row: Row) -> ReadColumns:
+    """Return the columns of a row that `encode_lm_row` reads."""
+    if has_completion(row):
+        return ReadColumns(["prompt"], ["completion"])
+    if row.get("messages") is not None:
+        return ReadColumns(["messages"])
+    if row.get("prompt") is not None and row.get("response") is not None:
+        return ReadColumns(["prompt"], ["response"])
+    return ReadColumns(["prompt" if row.get("text") is None else "text"])
 
 
 def encode_reply(prompt: Any, reply: Any, tokenizer: Any, finish_reason: Any = None) -> LMRow:

@@ -44,6 +44,7 @@ from trainer.data.lm_rows import (
     reply_row,
     teaches,
 )
+from trainer.data.media import ReadColumns
 from verl_like.batch.protocol import DataProto
 from verl_like.batch.ragged import ColumnValues
 from verl_like.errors import ConfigError
@@ -93,11 +94,19 @@ def read_pairs(
         pair = encode_pair(row, tokenizer)
         return EncodedRow([pair.chosen, pair.rejected], [pair.margin])
 
-    encoded, num_bad = encode_rows(key, files, "pairs", encode, tokenizer, on_bad_row, limit)
+    encoded, num_bad = encode_rows(
+        key, files, "pairs", pair_columns_of, encode, tokenizer, on_bad_row, limit
+    )
     why = "a response is empty, or both sides are equal"
     rows, story = cut_rows(key, "pairs", encoded, num_bad, max_length, why)
     logger.info("%s", story)
     return [PairRow(row.sides[0], row.sides[1], row.numbers[0]) for row in rows]
+
+
+def pair_columns_of(row: Row) -> ReadColumns:
+    """Return the columns of a row that `encode_pair` reads; without a prompt, sides are chats."""
+    sides = ("chosen", "rejected")
+    return ReadColumns(sides) if row.get("prompt") is None else ReadColumns(["prompt"], sides)
 
 
 def encode_pair(row: Row, tokenizer: Any) -> PairRow:
@@ -211,7 +220,9 @@ def read_labeled(
     than `max_length` tokens are cut at their end; a row that is left without a response is dropped.
     A log line reports these numbers.
     """
-    rows, num_bad = encode_rows(key, files, "labeled", encode_labeled, tokenizer, on_bad_row, limit)
+    rows, num_bad = encode_rows(
+        key, files, "labeled", labeled_columns_of, encode_labeled, tokenizer, on_bad_row, limit
+    )
     responses = [
         EncodedRow([side], [label])
         for row in rows
@@ -243,6 +254,13 @@ def read_labeled(
         LabeledRow(response, _spliced(response, labeled[others[number]][0], max_length), label)
         for number, (response, label) in enumerate(labeled)
     ]
+
+
+def labeled_columns_of(row: Row) -> ReadColumns:
+    """Return the columns of a row that `encode_labeled` reads."""
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return pair_columns_of(row)
+    return ReadColumns(["prompt"], RESPONSES)
 
 
 def encode_labeled(row: Row, tokenizer: Any) -> EncodedRow:

@@ -32,8 +32,8 @@ from trainer.data.files import (
     other_columns,
     prompt_row,
     rows_of_prompts,
-    with_image_refs,
 )
+from trainer.data.media import ReadColumns, read_media
 from trainer.data.prompt_tokens import DroppedCharacters, encode_prompt, readable
 from verl_like.errors import ConfigError
 from verl_like.files import write_atomic
@@ -41,7 +41,7 @@ from verl_like.files import write_atomic
 logger = logging.getLogger(__name__)
 CACHED_FROM_BYTES = 64 * 2**20
 """Files that are smaller in total are read at every start."""
-FORMAT = 8
+FORMAT = 9
 
 
 def cache_key(files: Sequence[str], tokenizer: Any, **settings: Any) -> str | None:
@@ -125,11 +125,11 @@ def read_prompts(
 ) -> PromptTable:
     """Return the valid rows of the files that `data.<setting>` names."""
     folders = folders_of(names_of(getattr(config, setting)))
-
+    columns, model = ReadColumns([config.prompt_key]), tokenizer.name_or_path
     dropped = DroppedCharacters(tokenizer)
 
     def encode(where: str, row: Row) -> Encoded:
-        row, refs = with_image_refs(row, [config.prompt_key], config.image_key, folders)
+        row, refs = read_media(row, columns, folders, image_key=config.image_key, model=model)
         if refs:
             row[IMAGE_REFS] = refs
         row = prompt_row(row, config.prompt_key, needs_rules)
@@ -148,10 +148,10 @@ def read_prompts(
 
     key = None
     if not config.custom_cls.path and limit is None:
-        settings = {"needs_rules": needs_rules, "on_bad_row": config.on_bad_row}
+        settings: dict[str, Any] = {"needs_rules": needs_rules, "on_bad_row": config.on_bad_row}
         names = names_of(getattr(config, setting))
-        columns = {"prompt_key": config.prompt_key, "image_key": config.image_key}
-        key = cache_key(names, tokenizer, **columns, **settings)
+        settings |= {"prompt_key": config.prompt_key, "image_key": config.image_key}
+        key = cache_key(names, tokenizer, **settings)
     table = None if key is None else cached_prompts(key, read, config.prompt_key)
     if table is None:
         table = prompts_in_memory(read, config.prompt_key)

@@ -52,16 +52,18 @@ def render_messages(messages: Any, tokenizer: Any, add_generation_prompt: bool =
     """
     from jinja2 import TemplateError
 
+    refs = images_of(messages)
+    if refs:
+        from workers.models.images import image_reader, with_image_tokens
+
+        image_reader(tokenizer.name_or_path)  # a model of text is an error, before its template is
     try:
         text: str = render_chat(
             tokenizer, messages, add_generation_prompt=add_generation_prompt, tokenize=False
         )
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         raise ValueError(f"the chat template rejects it: {error}") from error
-    refs = images_of(messages)
     if refs:
-        from workers.models.images import with_image_tokens
-
         text = with_image_tokens(tokenizer, text, refs)
     check_length(text)
     return text

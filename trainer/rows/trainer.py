@@ -237,11 +237,12 @@ class RowTrainer(Trainer, Generic[R]):
         rows = cls.read_rows(config, "data.train_files", data.train_files, tokenizer)
         make_batch = partial(cls.make_batch, pad_token_id=tokenizer.pad_token_id)
         loader = RowLoader(rows, config.trainer.seed, make_batch)
-        if has_images(rows):
+        val_rows: Sequence[R] = ()
+        if data.val_files:
+            val_rows = cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
+        if has_images([*rows, *val_rows]):
             check_reads_images(role_models(config))
-        if not data.val_files:
-            return (loader,)
-        return loader, cls.read_rows(config, "data.val_files", data.val_files, tokenizer)
+        return (loader, val_rows) if data.val_files else (loader,)
 
     def init_arguments(self, role: str) -> dict[str, Any]:
         """Return the number of steps for the learning-rate schedule."""

@@ -134,6 +134,15 @@ def test_a_text_model_rejects_an_image(
         command.main([f"{tiny_dir}/model"])
 
 
+def test_a_marker_without_an_image_is_rejected_by_a_model_with_eyes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_model("qwen2_vl", tmp_path / "model")
+    monkeypatch.setattr("sys.stdin", io.StringIO("<image>Hi"))
+    with pytest.raises(ConfigError, match=r"contains <image>, but.*A line /image PATH before"):
+        command.main([str(model)])
+
+
 def test_eval_reads_a_run_with_images_and_results_have_them(tmp_path: Path) -> None:
     rows = write_rows(tmp_path)
     model = write_model("qwen2_vl", tmp_path / "model")

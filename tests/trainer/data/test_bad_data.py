@@ -18,6 +18,7 @@ from trainer.data.config import DataConfig
 from trainer.data.files import rows_of_files
 from trainer.data.lm_rows import encode_rows, read_lm_rows
 from trainer.data.loader import RowLoader
+from trainer.data.media import ReadColumns
 from trainer.data.prompt_tokens import encode_prompt
 from trainer.data.prompts import PromptLoader, PromptSet, load_tokenizer
 from verl_like.errors import CheckpointError, ConfigError
@@ -215,7 +216,10 @@ def test_recipes_on_rows_report_the_same_errors(kind: str, tiny_dir: Path, tmp_p
     def encode(row: dict[str, Any], tokenizer: Any) -> Any:
         return encode_prompt(row["prompt"], tokenizer)
 
-    arguments = "data.train_files", files, "prompts", encode, tokenizer
+    def columns_of(row: dict[str, Any]) -> ReadColumns:
+        return ReadColumns(["prompt"])
+
+    arguments = "data.train_files", files, "prompts", columns_of, encode, tokenizer
     with pytest.raises(ConfigError, match=message):
         encode_rows(*arguments, "error")
     rows, num_bad = encode_rows(*arguments, "skip")
