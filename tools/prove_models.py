@@ -31,7 +31,8 @@ from tests.workers.models.architectures import NotBuilt, cases, tiny_model_confi
 from trainer.tools.small_models import MAX_CONTEXT, MAX_PARAMETERS, POSITIONS, VOCABULARY, shrunk
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import MODEL_ERRORS, generative_classes, model_class, quantizable
+from workers.models.causal_lm import MODEL_ERRORS, quantizable
+from workers.models.classes import generative_classes, model_class
 from workers.models.folder import factor_border
 from workers.models.quantize import Int8Weight, make_room
 from workers.models.routing import Routers

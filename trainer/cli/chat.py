@@ -75,7 +75,7 @@ class Chat:
         import torch
         from safetensors import SafetensorError
 
-        from workers.models.causal_lm import model_class
+        from workers.models.classes import model_class
         from workers.models.folder import read_hf_config
 
         config = read_hf_config(folder)

@@ -49,7 +49,8 @@ from workers.agents.trajectory import MAX_TURNS
 from workers.columns import TRAJECTORY
 from workers.config import ParallelConfig, RolloutConfig, has_environment
 from workers.config.conditions import is_bare_config
-from workers.models.causal_lm import MODEL_ERRORS, model_class
+from workers.models.causal_lm import MODEL_ERRORS
+from workers.models.classes import model_class
 from workers.models.folder import SMALL_FILES, model_folder, read_hf_config
 from workers.rollout.native.module_forward import can_decode
 

@@ -25,7 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from workers.models.causal_lm import meta_class
+from workers.models.classes import meta_class
 from workers.models.folder import read_hf_config
 from workers.models.state import Named, named_state
 

@@ -28,7 +28,8 @@ from verl_like.errors import ConfigError
 from verl_like.files import read_json_object
 from workers.config import ModelConfig
 from workers.config.conditions import is_bare_config
-from workers.models.causal_lm import Head, ScalarHeadModel, build_class, empty_model
+from workers.models.causal_lm import Head, ScalarHeadModel, empty_model
+from workers.models.classes import build_class
 from workers.models.folder import model_folder, read_hf_config
 from workers.models.state import is_adapter, local_rows, local_shard, named_state
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workers.models.causal_lm import model_class
+from workers.models.classes import model_class
 
 TABLE = Path(__file__).with_suffix(".json")
 """File with a row "class feature ..." -> "way ..." per tested configuration."""

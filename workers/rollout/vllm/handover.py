@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from workers.models.causal_lm import meta_class
+from workers.models.classes import meta_class
 from workers.models.folder import read_hf_config
 from workers.models.lora import add_adapter, save_adapter
 from workers.models.state import is_adapter

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from verl_like.errors import ConfigError
-from workers.models.causal_lm import meta_class, tower_weights
+from workers.models.causal_lm import tower_weights
 from workers.models.checkpoint_format import CheckpointFormat
+from workers.models.classes import meta_class
 from workers.models.folder import read_hf_config
 from workers.models.routing import Routers
 from workers.models.state import named_state
