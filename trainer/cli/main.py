@@ -12,6 +12,7 @@ before a run
   check-loss FILE.py:NAME       check a loss or estimator on small batches
   doctor                        check this machine
   make-tiny DIR                 write a tiny model and data for experiments
+  get smollm2 DIR               download a small pretrained model
 during and after a run
   watch RUN_DIR                 follow a run in progress in a browser
   join RUN_DIR                  add this machine to a run in progress
@@ -49,7 +50,7 @@ RECIPES = {
 }
 """Commands that run a recipe."""
 OTHERS = """
-    check plan check-environment check-loss doctor make-tiny serve serve-reward
+    check plan check-environment check-loss doctor make-tiny get serve serve-reward
     migrate report watch bisect replay eval chat export join
 """.split()
 """The other commands, each with a module of its name in this folder."""

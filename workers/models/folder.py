@@ -44,7 +44,8 @@ def is_on_hub(path: str) -> bool:
 def model_folder(path: str, weights: bool = True) -> Path:
     """Return the folder of this path; download a remote one or `organization/model` if needed.
 
-    Without `weights` only the small files are guaranteed to be there.
+    A GGUF file, or a folder that was published quantized, is dequantized into the cache. Without
+    `weights` only the small files are guaranteed to be there.
     """
     if is_remote(path):
         from verl_like.remote_files import local_copy
@@ -56,7 +57,7 @@ def model_folder(path: str, weights: bool = True) -> Path:
     if not is_on_hub(path):
         folder = Path(path).expanduser()
         check_small_files(folder)
-        return folder
+        return _plain(folder, weights)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -72,7 +73,17 @@ def model_folder(path: str, weights: bool = True) -> Path:
             "only the model's config.json in it. The hub's message: "
             f"{' '.join(str(error).split())[:300]}"
         ) from error
-    return folder_of_hub
+    return _plain(folder_of_hub, weights)
+
+
+def _plain(folder: Path, weights: bool) -> Path:
+    """Return the folder, or where a quantized model or GGUF file is as a plain folder."""
+    config = folder / "config.json"
+    if config.is_file() and b'"quantization_config"' not in config.read_bytes():
+        return folder
+    from workers.models.dequantize import plain_folder
+
+    return plain_folder(folder, weights)
 
 
 def check_small_files(folder: Path) -> None:
