@@ -15,6 +15,7 @@ user's files. It has no network, and limits on memory, time and processes.
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import re
@@ -45,6 +46,10 @@ CONTINUATION = re.compile(r"\\[ \t]+(?:#[^\n]*)?(?:\n|\Z)")
 """A backslash before blanks or a comment at the end of a line, where bash ends the command."""
 NUMBERED = re.compile(r"[ \t]*(\d+)[ \t]+(?=\S)")
 """The number of a line, before the line."""
+COMMAND_LINE = re.compile(
+    r"(?m)^\s*((?:\w+=\S+ )*(?:accelerate launch|python3?|trl \w+|torchrun|deepspeed) .*--.*)$"
+)
+"""A command with flags, in a docstring."""
 SENTENCE = re.compile(r"(?:\b[A-Za-z]+,? ){6}|[\u3400-\u9fff]{6}")
 """Six words or Chinese characters in a row."""
 SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
@@ -71,6 +76,8 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
     """Return the commands that a script, or its text, runs in this folder with these arguments."""
     folder, raw = os.getcwd(), source_text(source)
     listing = without_line_numbers(raw)
+    if is_python(source):
+        listing = "\n".join(docstring_commands(raw))
     text, name = CONTINUATION.sub("\\\n", listing), "command.sh"
     if raw is not source:
         path = os.path.abspath(source)
@@ -108,7 +115,7 @@ def record(source: str, arguments: Sequence[str] = ()) -> Recording:
         printed=MARKED_BY_BASH.sub(r"\1\2", MARKED.sub(r"$\1", answer.printed)),
         variables=sorted(set(variables)),
         unset=sorted({*others, *read} - {*variables, *os.environ}),
-        num_numbered=0 if listing == raw else len(raw.splitlines()),
+        num_numbered=0 if listing == raw or is_python(source) else len(raw.splitlines()),
     )
 
 
@@ -119,6 +126,20 @@ def source_text(source: str) -> str:
     if Path(source).suffix and not re.search(r"\s", source.strip()):
         raise ConfigError(f"there is no file {source}. Use a script, or a command in quotes.")
     return source
+
+
+def is_python(source: str) -> bool:
+    """Return whether the source is a file with Python code."""
+    return source.endswith(".py") and os.path.isfile(source)
+
+
+def docstring_commands(code: str) -> list[str]:
+    """Return the commands in the docstring of a Python program, one per line."""
+    try:
+        text = ast.get_docstring(ast.parse(code)) or ""
+    except SyntaxError:
+        text = ""
+    return COMMAND_LINE.findall(re.sub(r"\\\n\s*", " ", text))
 
 
 def without_line_numbers(text: str) -> str:

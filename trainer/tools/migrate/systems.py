@@ -8,6 +8,7 @@ Example:
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import textwrap
@@ -31,6 +32,7 @@ from trainer.tools.migrate.recorder import (
     Command,
     Recording,
     is_page,
+    is_python,
     record,
     source_text,
 )
@@ -164,13 +166,18 @@ def migrate(
     if translations and not rejections:
         return list(translations.values())
     problem = "\n\n".join(dict.fromkeys(rejections)) or _no_training(reader, recording)
-    if not rejections and isinstance(source, str) and is_page(source_text(source)):
-        raise ConfigError(
-            "this is a page of prose, not a script. Copy the training command from it into a file, "
-            "or pass the command itself in quotes."
-        )
     if not rejections and isinstance(source, str):
-        problem += "\nPut the script's arguments after it: verl-like migrate SYSTEM SCRIPT 8 ..."
+        if is_python(source) and not recording.commands:
+            raise ConfigError(
+                f"{source} is a Python program, and its docstring has no command with flags. Pass "
+                "the command that starts its training, in quotes."
+            )
+        if is_page(source_text(source)) and not is_python(source):
+            raise ConfigError(
+                "this is a page of prose, not a script. Copy the training command from it into a "
+                "file, or pass the command itself in quotes."
+            )
+        problem += f"\n{_how_to_run(system, source)}"
     if recording.unset:
         problem += (
             f"\n\nThe script reads variables that are never set: {', '.join(recording.unset)}."
@@ -202,16 +209,31 @@ def _add_context(done: Translation, command: Command, recording: Recording) -> N
 def _no_training(reader: System, recording: Recording) -> str:
     """Describe a script, or a command, that does not train."""
     ran = [_shortened(command) for command in recording.commands]
-    words = (
-        f"there is no command of {reader.trains}; the commands are: "
-        f"{'; '.join(ran[-5:]) or 'none'}."
-    )
+    words = "the script starts no program."
+    if ran:
+        words = f"there is no command of {reader.trains}; the commands are: {'; '.join(ran[-5:])}."
     if recording.ending != ENDED_WELL:
         words += f" The script {recording.ending}."
     output = [line for line in recording.printed.splitlines() if line.strip()]
     if output:
         words += " Its output: " + " / ".join(output[-5:])
     return words
+
+
+def _how_to_run(system: str, source: str) -> str:
+    """Say how to give a script the arguments and variables that it needs."""
+    code = re.sub(r"(?m)^\s*#.*", "", source_text(source))
+    last = max(map(int, re.findall(r"\$\{?([1-9])(?!\w)", code)), default=0)
+    needed = dict.fromkeys(re.findall(r"\$\{(\w+):?\?", code))
+    script = source if os.path.isfile(source) else "SCRIPT"
+    words = [
+        *(f"{name}=..." for name in needed if not name.isdigit()),
+        f"verl-like migrate {system} {script}",
+        *(f"ARGUMENT{number}" for number in range(1, last + 1)),
+    ]
+    if len(words) == 1:
+        words.append("ARGUMENT ...")
+    return f"If it needs arguments or variables, set them: {' '.join(words)}"
 
 
 def _shortened(command: Command) -> str:

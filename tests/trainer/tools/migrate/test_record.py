@@ -221,6 +221,39 @@ def test_a_script_without_a_training_is_an_error_with_its_reason() -> None:
     assert "variables that are never set: CHECKOUT." in str(caught.value)
 
 
+def test_a_script_that_needs_arguments_says_how_to_give_them(tmp_path: Path) -> None:
+    script = tmp_path / "sft.sh"
+    script.write_text(
+        'if [ "$#" -lt 2 ]; then echo "Usage: sft.sh <processes> <folder>"; exit 1; fi\n'
+        ': "${MODEL:?set MODEL}"\npython -m verl.trainer.main_ppo trainer.n_gpus_per_node=$1 '
+        "data.train_files=x actor_rollout_ref.model.path=$MODEL trainer.default_local_dir=$2 $@"
+    )
+    with pytest.raises(ConfigError) as caught:
+        migrate("verl", str(script))
+    assert "starts no program. The script ended with exit code 1" in str(caught.value)
+    assert "Usage: sft.sh <processes> <folder>" in str(caught.value)
+    way_out = f"MODEL=... verl-like migrate verl {script} ARGUMENT1 ARGUMENT2"
+    assert str(caught.value).endswith(way_out)
+
+
+def test_a_python_program_is_run_by_the_commands_in_its_docstring(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(
+        '"""\nInstall this first, or nothing below will work at all for you:\n\n'
+        "pip install math_verify\n\naccelerate launch \\\\\n    --num_processes 2 \\\\\n"
+        '    examples/scripts/gspo.py --model_name_or_path m --dataset_name "a/b"\n"""\n'
+        "import shutil\n"
+    )
+    (command,) = record(str(program)).commands
+    assert command.words[5:] == "--model_name_or_path m --dataset_name a/b".split()
+    (done,) = migrate("trl", str(program))
+    assert done.settings["trainer.n_gpus_per_node"] == "2"
+    assert done.notices == []
+    program.write_text("import shutil  # without a docstring\n")
+    with pytest.raises(ConfigError, match="is a Python program, and its docstring has no command"):
+        migrate("trl", str(program))
+
+
 @pytest.mark.parametrize(
     "line",
     [
