@@ -26,7 +26,6 @@ with one node of eight GPUs, and others that the script asks its user to set.
 from __future__ import annotations
 
 import argparse
-import ast
 import logging
 import math
 import multiprocessing
@@ -55,13 +54,13 @@ from trainer.cli.check import main as main_of_check
 from trainer.config.compose import load_config
 from trainer.config.unused_keys import unused_reason
 from trainer.ppo.recipe import PPO
-from trainer.tools.migrate.recorder import record
+from trainer.tools.migrate.recorder import docstring_commands, record
 from trainer.tools.migrate.systems import RECIPES, migrate
 from trainer.tools.migrate.translation import Translation
 from verl_like.errors import ConfigError
 
 ENVIRONMENT = {
-    **{"INFER_BACKEND": "vllm", "LORA_ADAPTER_PATH": "adapter"},
+    **{"INFER_BACKEND": "vllm", "LORA_ADAPTER_PATH": "adapter", "CKPT_DIR": "checkpoints"},
     **{"SLURM_JOB_NUM_NODES": "1", "SLURM_NNODES": "1", "SLURM_GPUS_PER_NODE": "8"},
     **{"SLURM_CPUS_PER_TASK": "16", "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"},
     **{"ARNOLD_WORKER_NUM": "1", "ARNOLD_WORKER_GPU": "8"},
@@ -202,18 +201,10 @@ def sources(system: str, folder: Path) -> Iterator[tuple[str, str]]:
             yield name, str(path)
         return
     for path in sorted([*folder.glob("examples/scripts/*.py"), *folder.glob("trl/scripts/*.py")]):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        for number, command in enumerate(commands_in(text)):
+        for number, command in enumerate(docstring_commands(path.read_text(encoding="utf-8"))):
             yield f"{path.relative_to(folder)}[{number}]", command
     for path in sorted(folder.glob("examples/cli_configs/*.yaml")):
         yield str(path.relative_to(folder)), f"trl sft --config {path}"
-
-
-def commands_in(text: str) -> list[str]:
-    """Return the commands in a docstring; lines are continued with backslashes."""
-    joined = re.sub(r"\\\n\s*", " ", text)
-    starts = r"(?:\w+=\S+ )*(?:accelerate launch|python3?|trl \w+|torchrun|deepspeed) "
-    return re.findall(rf"(?m)^\s*({starts}.*--.*)$", joined)
 
 
 def outcome(system: str, source: str) -> tuple[str, str, list[Translation]]:
@@ -231,7 +222,8 @@ def outcome(system: str, source: str) -> tuple[str, str, list[Translation]]:
         words = " ".join(str(err).split("\n\nverl-like")[0].split())
         if system == "verl" and loads(source, arguments):
             return "loads", words[:MAX_WORDS], []
-        kind = "not recognized" if words.startswith("there is no command") else "rejected"
+        has_no_training = words.startswith(("there is no command", "the script starts no program"))
+        kind = "not recognized" if has_no_training else "rejected"
         return kind, words[:MAX_WORDS], []
     for done in results:
         subprocess.run(["bash", "-n", "-c", done.report()], check=True)
@@ -345,10 +337,13 @@ def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
     pairs = {key: (value_of(theirs, key), value_of(ours, key)) for key in SAME}
     gpus = int(theirs.trainer.nnodes) * int(theirs.trainer.n_gpus_per_node)
     actor = theirs.actor_rollout_ref.actor
-    sequence_parallel = actor.get("ulysses_sequence_parallel_size", 1)
-    sequence_parallel = max(
-        sequence_parallel, actor.fsdp_config.get("ulysses_sequence_parallel_size", 1)
-    )
+    sharding = next(actor[name] for name in ("fsdp_config", "megatron", "veomni") if name in actor)
+    names = ("context_parallel_size", "ulysses_parallel_size", "ulysses_sequence_parallel_size")
+    sequence_parallel = max(part.get(name, 1) for part in (actor, sharding) for name in names)
+    axes = {"pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
+    for axis, name in axes.items():
+        here = value_of(ours, ACTOR).parallel.get(axis, 1)
+        pairs[f"{ACTOR}.parallel.{axis}"] = sharding.get(name, here), here
     for section in (ACTOR, "critic"):
         for name in ("ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"):
             here, there = value_of(ours, f"{section}.{name}"), value_of(theirs, f"{section}.{name}")
@@ -362,8 +357,14 @@ def of_ppo(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
             there = value_of(theirs, f"{section}.optim.{name}")
             here = value_of(ours, f"{section}.optim.{name}")
             pairs[f"{section}.optim.{name}"] = there, here
+        rates = value_of(theirs, f"{section}.optim")
+        least = rates.get("min_lr", rates.get("lr_min", 0.0)) / (rates["lr"] or 1)
+        key = f"{section}.optim.min_lr_ratio"
+        pairs[key] = round(rates.get("min_lr_ratio") or least, 10), value_of(ours, key)
         share = pairs[f"{section}.optim.lr_warmup_steps_ratio"][0]
-        if pairs[f"{section}.optim.lr_warmup_steps"] == (-1, 0) and not share:
+        if "lr_start" in rates:  # VeOmni reads only the ratio
+            del pairs[f"{section}.optim.lr_warmup_steps"]
+        elif pairs[f"{section}.optim.lr_warmup_steps"] == (-1, 0) and not share:
             del pairs[f"{section}.optim.lr_warmup_steps"]  # absent in both
     for side in ("low", "high"):
         bounds = [value_of(config, f"{ACTOR}.clip_ratio_{side}") for config in (theirs, ours)]
@@ -396,7 +397,10 @@ def of_sft(theirs: Any, ours: Any) -> dict[str, tuple[Any, Any]]:
     }
     optim = theirs.optim
     schedule = (
-        optim.get("lr_scheduler") or optim.get("warmup_style") or optim.get("lr_scheduler_type")
+        optim.get("lr_scheduler")
+        or optim.get("warmup_style")
+        or optim.get("lr_scheduler_type")
+        or optim.get("lr_decay_style")
     )
     pairs["optim.lr_scheduler_type"] = schedule, ours.optim.lr_scheduler_type
     share = value_of(theirs, "optim.lr_warmup_steps_ratio")

@@ -31,7 +31,9 @@ from trainer.config.settings import as_text, keys_in, parse
 from trainer.ppo.config import PPOConfig
 from verl_like.errors import ConfigError, nearest
 
-SHARDED = dict.fromkeys(("fsdp2", "megatron", "mindspeed", "veomni"), "fsdp")
+ENGINES = ("dp", "fsdp2", "fsdp_turbo", "megatron", "mindspeed", "veomni")
+"""verl's engines; FSDP and `parallel` shard their models here."""
+SHARDED = dict.fromkeys(ENGINES, "fsdp")
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 SAME_VALUES: Mapping[str, Mapping[str, str]] = {
     "actor_rollout_ref.actor.strategy": SHARDED,
@@ -50,10 +52,15 @@ DRIVER_CONFIGS = ("dapo_trainer", "dapo_megatron_trainer", "one_step_off_*", "fu
 """Names of the configurations that verl's own drivers ship, which have verl's defaults."""
 GLOBAL_KEYS = ("*.micro_batch_size", "*.log_prob_micro_batch_size", "*.ppo_micro_batch_size")
 """Older keys, which count the rows on all ranks together."""
-SHARED_ROWS = ("ulysses_sequence_parallel_size",) + tuple(
-    f"megatron.{axis}_parallel_size" for axis in ("context", "tensor_model", "pipeline_model")
+SEQUENCE_SIZES = (
+    "fsdp_config.ulysses_sequence_parallel_size",
+    "ulysses_sequence_parallel_size",
+    "megatron.context_parallel_size",
+    "veomni.ulysses_parallel_size",
 )
-"""The actor's keys for axes whose ranks compute the same rows."""
+"""Keys of a role, one for each engine, for the ranks that share the tokens of a row."""
+MODEL_SIZES = ("megatron.tensor_model_parallel_size", "megatron.pipeline_model_parallel_size")
+"""Keys of a role for the ranks that compute the same tokens."""
 WARM_UPS = ("actor_rollout_ref.actor.optim", "critic.optim")
 logger = logging.getLogger(__name__)
 
@@ -82,6 +89,12 @@ class Tables:
 def tables() -> Tables:
     """Return the content of `verl_keys.yaml`."""
     tree = yaml.safe_load(Path(__file__).with_name("verl_keys.yaml").read_text(encoding="utf-8"))
+    known, _, _ = _ours()
+    for name, ours in tree.pop("renamed_per_role").items():
+        for role in ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"):
+            key = f"{role}.{ours}".replace("critic.fsdp_config", "critic.model.fsdp_config")
+            if key in known:
+                tree["renamed"][f"{role}.{name}"] = key
     for name in ("changes_nothing", "not_here"):  # in the file: reason -> keys
         tree[name] = {key: reason for reason, keys in tree[name].items() for key in keys}
     return Tables(**tree)
@@ -185,10 +198,11 @@ def translate_key(
         return KeyTranslation(nothing=table.changes_nothing[key])
     ours = our_key(key)
     if ours is not None:
-        if ".megatron." in key and (why := _no_axis(ours, value, settings)):
+        is_axis = ".parallel." in ours and re.search(r"\.(megatron|veomni)\.", key)
+        if is_axis and (why := _no_axis(ours, value, settings)):
             return KeyTranslation(rejected=why, lays_out=True)
         if ours.endswith(".fsdp_config.fsdp_size"):
-            value = _shard_size(ours, value, settings)
+            value = _shard_size(key, value, settings)
         return KeyTranslation(key=ours, value=SAME_VALUES.get(ours, {}).get(value, value))
     if _first_match(key, GLOBAL_KEYS) and value.isdigit():
         of_a_rank = f"{key}_per_gpu"
@@ -216,22 +230,23 @@ def _value_of(text: str, settings: Mapping[str, str]) -> str:
 
 
 def _shard_size(key: str, value: str, settings: Mapping[str, str]) -> str:
-    """Divide verl's shard size, which counts the ranks that share a sequence, by their number.
+    """Return our size for verl's, which counts the ranks that share a sequence, except in VeOmni.
 
     verl shards over all ranks if the size is larger than their number.
     """
-    role = key.removesuffix("fsdp_config.fsdp_size")
-    shared = (settings.get(f"{role}{part}{SHARED_ROWS[0]}") for part in ("fsdp_config.", ""))
-    sequence = next(filter(None, shared), "1")
+    role = re.sub(r"\.(model\.)?(fsdp_config|veomni)\.fsdp_size$", "", key)
+    shared = filter(None, (settings.get(f"{role}.{name}") for name in SEQUENCE_SIZES))
+    sequence = next(shared, "1")
     sizes = [settings.get("trainer.n_gpus_per_node", "1"), settings.get("trainer.nnodes", "1")]
     ranks = math.prod(map(int, sizes)) if all(map(str.isdigit, sizes)) else 1
     if not value.isdigit():
         return value
-    if 1 < ranks < int(value):  # 1 is the default here, which a script may not mean
+    size, per_rank = int(value), int(sequence) if sequence.isdigit() else 1
+    if ".veomni." in key:
+        size *= per_rank
+    if 1 < ranks < size:  # 1 is the default here, which a script may not mean
         return "-1"
-    if sequence.isdigit() and int(value) % int(sequence) == 0:
-        return str(int(value) // int(sequence))
-    return value
+    return str(size // per_rank) if size % per_rank == 0 else value
 
 
 def _no_axis(key: str, value: str, settings: Mapping[str, str]) -> str:
@@ -255,7 +270,9 @@ def _rows_of_one_rank(rows: int, settings: Mapping[str, str]) -> int:
         return int(value) if (value := settings.get(key, "")).isdigit() else default
 
     ranks = number("trainer.n_gpus_per_node", 8) * number("trainer.nnodes", 1)
-    shared = math.prod(number(f"actor_rollout_ref.actor.{key}", 1) for key in SHARED_ROWS)
+    actor = "actor_rollout_ref.actor"
+    shared = math.prod(number(f"{actor}.{key}", 1) for key in MODEL_SIZES)
+    shared *= max(number(f"{actor}.{key}", 1) for key in SEQUENCE_SIZES)
     return max(rows // max(ranks // shared, 1), 1)
 
 

@@ -152,7 +152,7 @@ def test_layout_keys_are_dropped_with_a_notice(caplog: pytest.LogCaptureFixture)
     ]
     assert translate(script) == []
     (notice,) = caplog.messages
-    assert "sequence_parallel=true is left out: models are sharded by FSDP" in notice
+    assert "sequence_parallel=true is left out: FSDP and `parallel` shard" in notice
     assert "trust_remote_code=True is left out" in notice
 
 

@@ -35,7 +35,10 @@ from verl_like.errors import ConfigError
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 SFT = ("*fsdp_sft_trainer", "*sft_trainer", "*sft_trainer_ray")
 ONE_STEP_OFF, FULLY_ASYNC = "*one_step_off_policy*main_ppo", "*fully_async_main"
-BY_KEYS = ("*main_ppo", "*main_ppo_split", "*main_dapo", "*main_entropy", ONE_STEP_OFF, FULLY_ASYNC)
+BY_KEYS = (
+    *("*main_ppo", "*main_ppo_split", "*main_ppo_sync", "*main_dapo", "*main_entropy"),
+    *(ONE_STEP_OFF, FULLY_ASYNC),
+)
 """Drivers whose experiment is defined by their keys."""
 OTHERS = ("verl.*main_*", "recipe.*main_*")
 """Drivers with their own code."""
@@ -86,6 +89,9 @@ def translate(command: Command) -> Translation | None:
     if file is not None:
         done.always.append(f"--config-name {name}: its keys are those of {file}")
     settings |= _settings_of(words)
+    if "megatron" in name:
+        settings.setdefault("model_engine", "megatron")
+    _name_the_teacher(settings)
     done.original = dict(settings)
     _trains_tower(settings, "actor_rollout_ref.model", done)
     if _fits(program, FULLY_ASYNC, ONE_STEP_OFF):
@@ -135,6 +141,16 @@ def _settings_of(words: Sequence[str]) -> dict[str, str]:
         if not match["key"].startswith("hydra."):
             settings[older_name_of(match["key"])] = match["value"]
     return settings
+
+
+def _name_the_teacher(settings: dict[str, str]) -> None:
+    """Rename the keys of a teacher with its own name, if there is only one teacher."""
+    teachers = "distillation.teacher_models."
+    keys = [key for key in settings if key.startswith(teachers)]
+    if len({key.split(".")[2] for key in keys}) == 1:
+        for key in keys:
+            name = ".".join(["teacher_model", *key.split(".")[3:]])
+            settings[f"{teachers}{name}"] = settings.pop(key)
 
 
 def _trains_tower(settings: Mapping[str, str], model: str, done: Translation) -> None:

@@ -10,7 +10,7 @@ from verl_like.errors import ConfigError
 TRL = "trl grpo --model_name_or_path m --dataset_name a/b"
 VERL = "python3 -m verl.trainer.main_ppo data.train_files=x actor_rollout_ref.model.path=y"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-MOE = f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff"
+MOE = f"{ACTOR}.megatron.override_transformer_config"
 REJECTED = {
     ("coati", "python mmmt_prompt.py"): {
         "--num_maker 2": "no flag --num_maker. Did you mean 'num_makers'",
@@ -49,6 +49,7 @@ REJECTED = {
     },
     ("verl", "python"): {
         "train.py": "no command of main_ppo; the commands are: python train.py",
+        "-m verl.trainer.sft_trainer engine=torchtitan model.path=y": "its optimizer and schedule",
         "-m recipe.spin.main_spin data.train_files=x": "main_spin is a driver with custom code",
         "-m verl.trainer.main_generation a=x": "main_generation is a driver with custom code",
     },
@@ -62,7 +63,10 @@ OTHER_EXPERIMENTS = {
     ("verl", VERL): {
         f"{ROLLOUT}.multi_turn.enable=True": "multi_turn.enable=True: set environment.tools",
         "data.video_key=clips": "videos are not supported",
-        f"{MOE}=0.1": "router_aux_loss_coef",
+        f"{MOE}.moe_aux_loss_coeff=0.1 {MOE}.moe_router_load_balancing_type=aux_loss": "moe_aux_"
+        "loss_coeff=0.1: set actor_rollout_ref.actor.router_aux_loss_coef",
+        f"{MOE}.moe_z_loss_coeff=0.001": "routers have no z-loss",
+        "actor_rollout_ref.actor.megatron.dtype=float16": "set actor_rollout_ref.model.compute_dty",
         "trainer.project_name=${trainer.experiment_name}": "replace the variable with its value",
         f"{ROLLOUT}.n=": "rollout.n is empty: the script reads its value from",
         "reward_model.enable=True custom_reward_function.path=f.py": "calls the reward model's",

@@ -145,14 +145,17 @@ def test_the_patch_size_of_images_is_the_processors() -> None:
     assert any("image_patch_size=16: " in line for line in migrated("verl", command).always)
 
 
-def test_fsdp_turbo_is_rejected_as_a_package_of_others() -> None:
-    actor = "actor_rollout_ref.actor"
-    command = (
-        f"data.train_files=x actor_rollout_ref.model.path=y {actor}.strategy=fsdp_turbo "
-        f"{actor}.fsdp_config.turbo_config.memory.recompute=True"
+def test_fsdp_turbo_becomes_fsdp_and_its_axes() -> None:
+    turbo = "actor_rollout_ref.actor.fsdp_config.turbo_config"
+    done = migrated(
+        "verl",
+        "data.train_files=x actor_rollout_ref.model.path=y "
+        "actor_rollout_ref.actor.strategy=fsdp_turbo "
+        f"{turbo}.memory.recompute=True {turbo}.distributed.ulysses_parallel_size=2",
     )
-    with pytest.raises(ConfigError, match=r"recompute=True: .*package fsdp_turbo"):
-        migrated("verl", command)
+    actor = composed(done).actor_rollout_ref.actor
+    assert (actor.strategy, actor.parallel) == ("fsdp", {"sp": 2})
+    assert any("recompute=True: FSDP and `parallel`" in line for line in done.absent)
 
 
 DYNAMIC = "actor_rollout_ref.actor.use_dynamic_bsz=True"

@@ -196,6 +196,8 @@ def test_a_teacher_of_verl_is_ours_if_the_log_ratio_is_an_advantage() -> None:
     distillation = composed(done).distillation
     assert (distillation.teacher_model.model_path, distillation.use_task_rewards) == ("t", False)
     assert any("are not clamped" in line for line in done.absent)
+    named = translated_whole("verl", line.replace("teacher_model.", "gsm8k."))
+    assert named.settings == done.settings
     for old, new, words in (
         ("loss_mode=k1", "loss_mode=forward_kl_topk", "the advantage is the log-ratio"),
         ("use_policy_gradient=True", "use_policy_gradient=False", "as a loss is not supported"),
@@ -205,12 +207,73 @@ def test_a_teacher_of_verl_is_ours_if_the_log_ratio_is_an_advantage() -> None:
             translated_whole("verl", line.replace(old, new))
 
 
-def test_the_engine_of_verl_s_models_is_fsdp() -> None:
-    for engine in ("dp", "fsdp", "fsdp2"):
-        assert composed(translated_whole("verl", f"{MAIN} model_engine={engine}"))
-    for engine in ("megatron", "veomni", "torchtitan"):
-        with pytest.raises(ConfigError, match=f"model_engine={engine}: models are sharded by FSDP"):
-            translated_whole("verl", f"{MAIN} model_engine={engine}")
+def test_other_engines_of_verl_become_fsdp_and_parallel() -> None:
+    for engine in ("dp", "fsdp2", "megatron", "veomni"):
+        done = translated_whole("verl", f"{MAIN} model_engine={engine}")
+        assert composed(done).actor_rollout_ref.actor.strategy == "fsdp"
+        is_other = engine in ("megatron", "veomni")
+        assert any(f"{engine}: FSDP and `parallel` divide" in s for s in done.absent) == is_other
+    with pytest.raises(ConfigError, match="actor.strategy=torchtitan"):
+        translated_whole("verl", f"{MAIN} model_engine=torchtitan")
+
+
+def test_settings_of_megatron_become_ours() -> None:
+    megatron = f"{ACTOR}.megatron"
+    words = f"model_engine=megatron {megatron}.tensor_model_parallel_size=2 "
+    words += f"{megatron}.pipeline_model_parallel_size=3 {megatron}.context_parallel_size=4 "
+    words += f"{megatron}.param_offload=True {megatron}.router_replay.mode=R3 "
+    words += f"{ACTOR}.optim.lr=2e-6 {ACTOR}.optim.min_lr=5e-7 {ACTOR}.optim.lr_decay_style=cosine "
+    words += f"{MOE}.moe_router_load_balancing_type=none {ACTOR}.optim.betas=[0.9,0.98]"
+    words += " trainer.nnodes=3 critic.megatron.param_offload=True"
+    done = translated_whole("verl", f"{MAIN} {words}")
+    actor, critic = composed(done).actor_rollout_ref.actor, composed(done).critic
+    assert actor.parallel == {"tp": 2, "pp": 3, "sp": 4}
+    assert actor.fsdp_config["param_offload"]
+    assert critic.model.fsdp_config["param_offload"]
+    assert (actor.router_replay.mode, actor.optim.min_lr_ratio) == ("R3", 0.25)
+    assert actor.optim.optimizer == "AdamWMatrixDecay"  # as in Megatron
+    assert any("betas=[0.9,0.98]: verl does not pass them" in line for line in done.absent)
+
+
+MOE = f"{ACTOR}.megatron.override_transformer_config"
+
+
+def test_a_load_balancing_loss_that_verl_turns_off_is_left_out() -> None:
+    coefficient = f"{MOE}.moe_aux_loss_coeff=0.01"
+    done = translated_whole("verl", f"{MAIN} model_engine=megatron {coefficient}")
+    assert any(line.startswith(f"{coefficient}: verl computes no") for line in done.absent)
+
+
+@pytest.mark.parametrize(("size", "ours"), [(4, 4), (8, 8), (16, -1)])
+def test_settings_of_veomni_become_ours(size: int, ours: int) -> None:
+    veomni = f"{ACTOR}.veomni"
+    words = f"model_engine=veomni {veomni}.ulysses_parallel_size=2 {veomni}.fsdp_size={size} "
+    words += f"{veomni}.expert_parallel_size=4 {ACTOR}.optim.lr_warmup_steps=7 trainer.nnodes=2 "
+    words += "trainer.n_gpus_per_node=8"
+    done = translated_whole("verl", f"{MAIN} {words}")
+    actor = composed(done).actor_rollout_ref.actor
+    assert actor.parallel == {"sp": 2, "ep": 4}
+    assert actor.fsdp_config["fsdp_size"] == ours
+    # verl's defaults for this engine
+    assert (actor.optim.lr_scheduler_type, actor.optim.lr_warmup_steps) == ("cosine", 0)
+    assert any("lr_warmup_steps=7: verl gives VeOmni only" in line for line in done.absent)
+
+
+def test_engines_of_sft_become_fsdp_and_parallel() -> None:
+    line = "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=x model.path=y"
+    words = "engine=megatron optim=megatron engine.tensor_model_parallel_size=2 optim.lr=1e-5 "
+    words += "engine.pipeline_model_parallel_size=4 optim.min_lr=1e-6 optim.lr_decay_style=cosine"
+    config = composed(translated_whole("verl", f"{line} {words}"))
+    assert (config.parallel.tp, config.parallel.pp) == (2, 4)
+    assert (config.optim.optimizer, config.optim.min_lr_ratio) == ("AdamWMatrixDecay", 0.1)
+    words = "engine=automodel optim=automodel engine.tp_size=2 engine.ep_size=4 optim.lr=1e-5"
+    done = translated_whole("verl", f"{line} {words}")
+    config = composed(done)
+    assert (config.parallel.tp, config.parallel.ep) == (1, 4)
+    assert any("tensor parallelism (2): parallel.ep=4" in line for line in done.absent)
+    assert (config.optim.lr_scheduler_type, config.optim.min_lr_ratio) == ("cosine", 0.01)
+    with pytest.raises(ConfigError, match="init_lr_ratio: 0.1 is the default of automodel"):
+        translated_whole("verl", f"{line} {words} optim.lr_warmup_steps=3")
 
 
 def test_keys_that_verl_moved_are_found() -> None:
