@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict
 
 from trainer.config.key_errors import SYNONYMS, no_such_key
@@ -45,7 +45,7 @@ class PPOKeys(RunKeys, total=False):
     algorithm: str | Section
     correction: str
     async_training: Section
-    environment: str | Section
+    environment: str | type | Callable[..., Any] | Section
     actor_rollout_ref: Section
     critic: Section
     ptx: Section

@@ -8,10 +8,10 @@ one run by role:
     PPO(model={"actor": policy, "critic": value_model}, ...)
     PPO(model=make_all, ...)                                       # which returns such a dict
 
-A reward function runs in another process, which does not have the user's session and must not start
-the user's script. A function that can be imported there is named by its file or module. Any other
-function (of a script or notebook, a closure, a lambda) is pickled into the run folder, next to a
-Python file that loads it.
+Reward functions, environments and tools run in other processes, which do not have the user's
+session and must not start the user's script. A function or class that can be imported there is
+named by its file or module. Any other (of a script or notebook, a closure, a lambda) is pickled
+into the run folder, next to a Python file that loads it.
 """
 
 from __future__ import annotations
@@ -241,12 +241,12 @@ def text_row(item: Any) -> Row:
     return {"text" if isinstance(item, str) else "messages": item}
 
 
-LOADER = '''"""A reward function from a Python session: its pickle is next to this file."""
+LOADER = '''"""Code from a Python session: its pickle is next to this file."""
 
 import pickle
 from pathlib import Path
 
-compute_score = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+NAME = pickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
 '''
 
 
@@ -280,7 +280,9 @@ def reward_list(
                 function = function.forward
             if columns is not None:
                 RewardCall.of(function, dict(item.get("kwargs", {})), columns)
-            item["path"], item["function"] = place_of_function(function, folder / item["name"])
+            item["path"], item["function"] = place_of_code(
+                function, folder / item["name"], "compute_score"
+            )
         items.append(item)
     return items
 
@@ -297,25 +299,42 @@ def model_folder_of(model: Any, path: Path) -> str:
     return str(path)
 
 
-def place_of_function(function: Callable[..., Any], path: Path) -> tuple[str, str]:
-    """Return (file or module, name) by which a reward process can load the function."""
-    importable = _importable(function)
+def environment_code(key: str, value: Any, folder: Path) -> Any:
+    """Return a setting of environments and tools with paths instead of functions and classes."""
+    if isinstance(value, list | tuple):
+        return [environment_code(f"{key}-{n}", item, folder) for n, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        items = environment_code(key, list(value.values()), folder)
+        return dict(zip(value, items, strict=True))
+    if not callable(value):
+        return value
+    name = getattr(value, "__name__", "")
+    name = name if name.isidentifier() else "code"
+    return ":".join(place_of_code(value, folder / key.rpartition(".")[2], name))
+
+
+def place_of_code(code: Callable[..., Any], path: Path, name: str) -> tuple[str, str]:
+    """Return (file or module, name) by which another process can load a function or class.
+
+    Code that cannot be imported gets the `name` in a file at `path`.
+    """
+    importable = _importable(code)
     if importable is not None:
         return importable
 
     pickled = BytesIO()
     try:
-        _Pickler(pickled).dump(function)
+        _Pickler(pickled).dump(code)
     except Exception as err:
         raise ConfigError(
-            f"the reward function {function!r:.80} cannot be sent to the process that runs it "
-            f"({type(err).__name__}: {err}). Everything that the function uses must be picklable; "
-            "open files, locks and connections are not."
+            f"{code!r:.80} cannot be sent to the process that runs it ({type(err).__name__}: "
+            f"{err}). Everything that it uses must be picklable; open files, locks and "
+            "connections are not."
         ) from err
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path.with_suffix(".pkl"), pickled.getvalue())
-    write_atomic(path.with_suffix(".py"), LOADER)
-    return str(path.with_suffix(".py")), "compute_score"
+    write_atomic(path.with_suffix(".py"), LOADER.replace("NAME", name))
+    return str(path.with_suffix(".py")), name
 
 
 def _reduce_code(code: CodeType) -> tuple[Any, ...]:
@@ -332,11 +351,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
 
 
-def _importable(function: Callable[..., Any]) -> tuple[str, str] | None:
-    """Return the file or module that a function can be imported from, and its name; else None."""
-    name = getattr(function, "__qualname__", "")
-    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
-    if module is None or module.__name__ == "__main__" or vars(module).get(name) is not function:
+def _importable(code: Callable[..., Any]) -> tuple[str, str] | None:
+    """Return the file or module that code can be imported from, and its name; else None."""
+    name = getattr(code, "__qualname__", "")
+    module = sys.modules.get(getattr(code, "__module__", None) or "__main__")
+    if module is None or module.__name__ == "__main__" or vars(module).get(name) is not code:
         return None
 
     spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None) or ""

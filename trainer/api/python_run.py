@@ -15,6 +15,7 @@ from trainer.api.flat_names import ROW_NAMES, settings_of
 from trainer.api.inputs import (
     FILE_ENDINGS,
     Row,
+    environment_code,
     file_names,
     is_file_name,
     model_settings,
@@ -175,6 +176,9 @@ class PythonRun:
                 f"{key}={settings[key]!r} is set as a key, but an argument of the call sets it to "
                 f"{derived[key]!r}. Leave out the key, or the argument."
             )
+        for key in settings:
+            if key.partition(".")[0] == "environment":
+                settings[key] = environment_code(key, settings[key], inputs / "environments")
         self.settings: dict[str, Any] = {FOLDER_KEY: self.folder, **derived, **settings}
         if "reward.list" in settings:
             rewards = reward_list(settings["reward.list"], inputs / "rewards", self._columns)

@@ -33,11 +33,38 @@ run = PPO(
 )
 print("failed:", run.fit(steps=1).metrics[0]["reward/num_failed"])
 """
-SCRIPT = f"""
+ENVIRONMENT_CELL = """
+print("the session begins")
+from verl_like import GRPO, Environment, Observation, TrajectoryEnd
+
+letters = "ab"
+
+
+class Guess(Environment):
+    def reset(self, row, rng):
+        self.secret = letters[rng.integers(2)]
+        return "Guess my letter"
+
+    def step(self, text):
+        return TrajectoryEnd(0.5) if letters else Observation("?")
+
+
+run = GRPO(
+    MODEL, 4, environment={"path": Guess, "max_tokens_per_turn": 1}, batch_size=4, n=2,
+    max_prompt_length=32, max_response_length=8,
+    logger=[], PLACES
+)
+print("score:", run.fit(steps=1).metrics[0]["critic/score/mean"])
+"""
+
+
+def script_of(cell: str) -> str:
+    """Return a script that runs a cell as a notebook does, in an event loop."""
+    return f"""
 import asyncio
 
 async def in_an_event_loop():
-    exec({CELL!r}, {{"__name__": "__main__", "MODEL": "MODEL"}})
+    exec({cell!r}, {{"__name__": "__main__", "MODEL": "MODEL"}})
 
 asyncio.run(in_an_event_loop())
 """
@@ -63,10 +90,18 @@ def run_on_a_full_disk() -> None:
 
 
 @pytest.mark.parametrize(
-    "places", ["algorithm='grpo'", pytest.param("placement='split'", marks=pytest.mark.ray)]
+    "places", ['algorithm="grpo"', pytest.param('placement="split"', marks=pytest.mark.ray)]
 )
-def test_a_script_runs_once_and_its_reward_function_is_found(
-    places: str, tiny_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
+@pytest.mark.parametrize(
+    ("cell", "printed"), [(CELL, "failed: 0.0"), (ENVIRONMENT_CELL, "score: 0.5")]
+)
+def test_a_script_runs_once_and_its_functions_and_classes_are_found(
+    cell: str,
+    printed: str,
+    places: str,
+    tiny_dir: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     cluster = {}
     if "split" in places:
@@ -75,12 +110,27 @@ def test_a_script_runs_once_and_its_reward_function_is_found(
         request.getfixturevalue("ray_session")
         cluster["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
     script = tmp_path / "session.py"
-    text = SCRIPT.replace('"MODEL": "MODEL"', f'"MODEL": "{tiny_dir}/model"')
-    script.write_text(text.replace("PLACES", places.replace("'", '"')))
+    text = script_of(cell).replace('"MODEL": "MODEL"', f'"MODEL": "{tiny_dir}/model"')
+    script.write_text(text.replace("PLACES", places))
     done = run_program(run_script, str(script), folder=tmp_path, OMP_NUM_THREADS="1", **cluster)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the session begins") == 1
-    assert "failed: 0.0" in done.stdout
+    assert printed in done.stdout
+
+
+@pytest.mark.long
+def test_an_environment_of_a_notebook_trains(tiny_dir: Path, tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    cells = [f"MODEL = {str(tiny_dir / 'model')!r}", ENVIRONMENT_CELL.replace("PLACES", "")]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    where = {"metadata": {"path": str(tmp_path)}}
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=where)
+    client.execute(env={**os.environ, "PATH": path})
+    printed = [output.get("text", "") for output in notebook.cells[1].outputs]
+    assert "score: 0.5" in "".join(printed)
 
 
 def test_a_run_continues_on_a_full_disk_for_its_output(tiny_dir: Path, tmp_path: Path) -> None:
