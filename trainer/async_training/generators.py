@@ -199,6 +199,8 @@ class Places:
 
     def on_loss(self, generator: int, error: WorkerDiedError, num_lost: int) -> bool:
         """Return whether this generator continues; raise if the run cannot continue."""
+        if self._buffer.is_closed:  # the run is over, and has shut down the groups
+            return False
         if self._is_alive(generator):  # a trainer was lost while it sent weights
             raise error
         policy = self._config.async_training.on_generator_failure

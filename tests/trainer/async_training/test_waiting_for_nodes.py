@@ -134,6 +134,22 @@ def test_a_loss_is_raised_where_all_pools_must_move(tiny_dir: Path, tmp_path: Pa
     assert caught.value.__notes__ == ["A new placement of all pools would fit."]
 
 
+def test_a_generator_that_restarts_when_the_run_ends_says_nothing(
+    tiny_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    places = losses(config_of(tiny_dir, tmp_path), Cluster(1))
+    ended = WorkerDiedError("init_model: the group was shut down. Call it before shutdown()")
+
+    def place(generator: int) -> bool:
+        places._buffer.is_closed = True
+        raise ended
+
+    places.place = place
+    assert places.on_loss(0, LOST, num_lost=2) is False
+    assert "node 7 is lost" in caplog.text
+    assert "shutdown()" not in caplog.text
+
+
 def test_a_stopping_run_waits_for_no_node(tiny_dir: Path, tmp_path: Path) -> None:
     two = config_of(tiny_dir, tmp_path, "async_training.generators=2")
     stopping = losses(two, Cluster(2, *no_room(3)), is_ending=True)

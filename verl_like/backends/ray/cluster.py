@@ -132,7 +132,7 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     def init() -> None:
         try:
             ray.init(**options)
-        except BaseException as error:  # noqa: BLE001 - raised in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - Ray raises all kinds, raised below
             done.set_exception(error)
             return
         done.set_result(None)
@@ -161,7 +161,30 @@ def _init(options: dict[str, Any], address: str | None, limit_s: float) -> None:
     except BaseException:
         atexit.unregister(ray.shutdown)  # this call waits for a lock that the thread may hold
         raise
-    done.result()
+    error = done.exception()
+    if error is not None:
+        raise WorkerError(_describe_failed_start(error, address, options)) from None
+
+
+def _describe_failed_start(
+    error: BaseException, address: str | None, options: Mapping[str, Any]
+) -> str:
+    """Return what to do about an error of `ray.init`."""
+    reason = " ".join(str(error).split()).rstrip(".")
+    reason = f"{type(error).__name__}: {reason:.300}"
+    if address is not None:
+        return (
+            f"Ray cannot join the cluster at {address} ({reason}). Set ray.address, or "
+            "RAY_ADDRESS, to the HOST:PORT that `ray start --head` printed, or unset both to "
+            "start a new cluster on this machine."
+        )
+    places = [place for place in (options["_temp_dir"], "/dev/shm") if os.path.isdir(place)]
+    space = [f"{place} has {shutil.disk_usage(place).free / 2**30:.1f} GiB" for place in places]
+    return (
+        f"Ray cannot start on this machine ({reason}). Run `ray start --head`, whose logs say why, "
+        f"free space if it lacks ({', '.join(space)}), or set trainer.backend=local, which needs "
+        "no Ray."
+    )
 
 
 def _guard_token() -> None:
@@ -426,7 +449,13 @@ def private_folder(place: str | None = None) -> Path:
     Raise if others could enter it.
     """
     folder = Path(place or tempfile.gettempdir()) / f"verl-like-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise WorkerError(
+            f"{folder}, the folder of Ray's sessions, cannot be created ({error.strerror}). Set "
+            "RAY_TMPDIR to a folder with a short path in which you can write."
+        ) from None
     status = folder.lstat()
     is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
     if not is_private or status.st_uid != os.getuid():

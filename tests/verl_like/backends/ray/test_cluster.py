@@ -111,6 +111,41 @@ def test_a_local_cluster_collects_metrics_only_for_a_dashboard(
     assert "RAY_enable_metrics_collection" not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("address", "error", "message"),
+    [
+        (None, RuntimeError("Timed out\nwaiting for file /gcs"), "Timed out waiting.*backend=local"),
+        (None, Exception("some of the raylet failed to startup."), "startup[)]. Run `ray start"),
+        (None, OSError(28, "No space left on device"), r"No space left.*/dev/shm has [0-9.]+ GiB"),
+        ("nonsense", ValueError("Invalid address format"), "cluster at nonsense .*RAY_ADDRESS"),
+        ("ray://10.0.0.1:1", ConnectionError("timeout"), "unset both to start a new cluster"),
+    ],
+)
+def test_a_cluster_that_cannot_start_says_what_to_do_in_one_line(
+    address: str | None,
+    error: Exception,
+    message: str,
+    at_exit: list[Callable[[], None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def init(**options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(WorkerError, match=message) as caught:
+        cluster.connect(address)
+    assert "\n" not in str(caught.value)
+    assert caught.value.__suppress_context__, "the traceback of Ray is shown"
+
+
+def test_a_folder_that_cannot_be_created_is_named() -> None:
+    with pytest.raises(WorkerError, match="/proc/no/verl-like.*Set RAY_TMPDIR to a folder"):
+        private_folder("/proc/no")
+
+
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A simulated clock, and whether a listener answers."""
