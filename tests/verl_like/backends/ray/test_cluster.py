@@ -114,7 +114,7 @@ def test_a_local_cluster_collects_metrics_only_for_a_dashboard(
 @pytest.mark.parametrize(
     ("address", "error", "message"),
     [
-        (None, RuntimeError("Timed out\nwaiting for file /gcs"), "Timed out waiting.*backend=local"),
+        (None, RuntimeError("Timed out\nwaiting for file /gcs"), "Timed out wait.*backend=local"),
         (None, Exception("some of the raylet failed to startup."), "startup[)]. Run `ray start"),
         (None, OSError(28, "No space left on device"), r"No space left.*/dev/shm has [0-9.]+ GiB"),
         ("nonsense", ValueError("Invalid address format"), "cluster at nonsense .*RAY_ADDRESS"),
