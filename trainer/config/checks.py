@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trainer.config.keys import KINDS, Arguments, Key, leaves_of, leaves_of_items
+from trainer.config.keys import (
+    KINDS,
+    Arguments,
+    Key,
+    keys_by_name,
+    leaves_of,
+    leaves_of_items,
+)
 from trainer.config.schema import RunConfig
 from verl_like.errors import ConfigError, nearest
 from verl_like.placement.pools import ResourcePool, expand_roles
@@ -49,6 +56,8 @@ def check_value(key: Key, value: Any) -> None:
     if value is None:
         return
     for name in value if isinstance(value, list) else [value]:
+        if (rules.registry or rules.choices) and isinstance(name, list | dict):
+            raise ConfigError(f"{key.name}={value}: {name} is not a name. Write names.")
         if rules.registry:
             try:
                 get_registry(rules.registry).look_up(name)
@@ -70,8 +79,10 @@ def check_value(key: Key, value: Any) -> None:
             try:
                 OmegaConf.merge(OmegaConf.structured(rules.options), {name: option})
             except OmegaConfBaseException as err:
-                reason = str(err).partition("\n")[0].rstrip(".")
-                raise ConfigError(f"{key.name}.{name}={option}: {reason}.") from err
+                from trainer.config.key_errors import takes
+
+                allowed = takes(keys_by_name(rules.options)[name])
+                raise ConfigError(f"{key.name}.{name}={option}: it {allowed}.") from err
 
 
 def _check_arguments(key: Key, values: Mapping[str, Any], arguments: Arguments) -> None:

@@ -27,12 +27,11 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from trainer.config.checks import check_fields, check_run
-from trainer.config.keys import keys_by_name, value_at
+from trainer.config.keys import key_of_own_name, keys_by_name, value_at
 from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import (
     as_text,
     flat_settings,
-    key_of_own_name,
     keys_in,
     keys_of,
     keys_set,
@@ -197,7 +196,11 @@ def as_object(tree: DictConfig, recipe: Recipe[C]) -> C:
         cause = err.__cause__ or err.__context__
         while cause is not None and not isinstance(cause, ConfigError):
             cause = cause.__cause__ or cause.__context__
-        raise cause or ConfigError(str(err)) from err
+        if cause is None:
+            from trainer.config.key_errors import unresolved_value
+
+            cause = ConfigError(unresolved_value(err, recipe))
+        raise cause from err
     assert isinstance(config, recipe.schema), f"the schema gave a {type(config).__name__}"
     return config
 
@@ -238,7 +241,7 @@ def tree_of_files(recipe: Recipe[Any], presets: tuple[str, ...]) -> DictConfig:
     except HydraException as err:
         from trainer.config.key_errors import wrong_file
 
-        raise ConfigError(wrong_file(err, [*_own_files(recipe)])) from err
+        raise ConfigError(wrong_file(err, [*_own_files(recipe)], recipe)) from err
     except yaml.MarkedYAMLError as err:
         file = err.problem_mark.name if err.problem_mark else recipe.config_name
         raise ConfigError(f"{file} is not readable as YAML: {err}") from err

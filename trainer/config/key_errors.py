@@ -9,12 +9,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from hydra.errors import HydraException, MissingConfigException
-from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigKeyError,
+    GrammarParseError,
+    InterpolationResolutionError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
 
 from trainer.config.keys import (
     KINDS,
     Key,
     config_keys,
+    key_of_own_name,
     keys_by_name,
     known_arguments,
     leaf_keys,
@@ -29,17 +37,17 @@ SYNONYMS = {
     "max_new_tokens": "data.max_response_length",
 }
 """Words of other libraries -> our key."""
-OTHER_TYPE = re.compile(
-    "Value .* could not be converted to|Value .* is not a valid bool|^Cannot .*"
-)
-"""Pattern of OmegaConf's message for a value of the wrong type."""
 
 
-def wrong_file(err: HydraException, files: Sequence[str]) -> str:
+def wrong_file(err: HydraException, files: Sequence[str], recipe: Recipe[Any]) -> str:
     """Describe an error of Hydra in YAML files; `files` are the names of the user's files."""
     if isinstance(err, MissingConfigException) and err.missing_cfg_file:
         return f"{str(err).splitlines()[0]}{nearest(err.missing_cfg_file, files)}"
-    return f"{err}: {_first_line(err.__cause__)}" if err.__cause__ else str(err)
+    cause, text = err.__cause__, str(err)
+    if isinstance(cause, OmegaConfBaseException):
+        why = unresolved_value(cause, recipe)
+        return f"{text}: {why}" if text else why
+    return f"{text}: {str(cause).splitlines()[0]}" if cause else text
 
 
 def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) -> str:
@@ -55,26 +63,82 @@ def wrong_value(setting: str, err: OmegaConfBaseException, recipe: Recipe[Any]) 
         return no_such_key(name, recipe)
     setting = setting.lstrip("+")
     name, _, value = setting.partition("=")
-    key, why = keys_by_name(recipe.schema).get(name), _first_line(err)
+    key = keys_by_name(recipe.schema).get(name)
     if key is not None and key.is_section and not value.startswith("{"):
         below = [leaf for leaf in leaf_keys(recipe.schema) if leaf.name.startswith(f"{name}.")]
         example = next((leaf for leaf in below if leaf.rules.required), below[0])
         return f"{setting}: {name} is a section. Set one of its keys, such as {example.name}."
+    place, key = _key_of_error(name, err, recipe)
+    return f"{setting}: {f'{place}: ' if place else ''}{reason(err, key, recipe)}"
+
+
+def unresolved_value(err: OmegaConfBaseException, recipe: Recipe[Any]) -> str:
+    """Describe a value of the whole configuration that is missing, or whose reference fails."""
+    name = err.full_key or ""
+    return f"{name}: {reason(err, _key_of_error(name, err, recipe)[1], recipe)}"
+
+
+def _key_of_error(
+    name: str, err: OmegaConfBaseException, recipe: Recipe[Any]
+) -> tuple[str, Key | None]:
+    """Return the place of a wrong value below the key `name` ("" for the key), and its key."""
+    known, full = keys_by_name(recipe.schema), err.full_key or ""
+    key = known.get(name) or key_of_own_name(name, recipe.schema)
     item_schema = None if key is None else key.item_schema
     if err.object_type is not None and item_schema == err.object_type:
-        why = f"{err.full_key}: {why}"
-        key = keys_by_name(item_schema).get(err.full_key or "")
+        leaf = full.rpartition(".")[2]
+        return "" if full == name else leaf, keys_by_name(item_schema).get(leaf)
+    inner = known.get(full)
+    if inner is not None and inner != key:
+        return full, inner
+    return key.name if key is not None and key.name != name else "", key
+
+
+REFERS = re.compile(r"Interpolation key '(?P<key>.*)' not found")
+"""OmegaConf's message for a reference to a key that does not exist."""
+RESOLVER = re.compile(r"Unsupported interpolation type (?P<name>.+)")
+"""OmegaConf's message for a resolver that does not exist."""
+VARIABLE = re.compile(r"Environment variable '(?P<name>.*)' not found")
+"""OmegaConf's message for an environment variable that is not set."""
+DEREFERENCED = re.compile(r"While dereferencing interpolation '(?P<reference>.*?)':")
+"""OmegaConf's message for a reference to a value of another type."""
+
+
+def reason(err: OmegaConfBaseException, key: Key | None, recipe: Recipe[Any]) -> str:
+    """Return in our words what OmegaConf rejects, and the way out; `key` is the key, if known."""
+    text = str(err).partition("\n")[0]  # the other lines use OmegaConf's internal names
     allowed = "" if key is None else takes(key)
-    if not allowed:
-        return f"{setting}: {why.rstrip('.')}."
-    if OTHER_TYPE.search(why):  # `takes` says more than OmegaConf's text
-        return f"{setting}: {OTHER_TYPE.split(why)[0]}it {allowed}."
-    return f"{setting}: {why.rstrip('.')}; it {allowed}."
-
-
-def _first_line(err: BaseException) -> str:
-    """Return OmegaConf's message; its other lines use OmegaConf's internal names."""
-    return str(err).partition("\n")[0]
+    remedy = f"; it {allowed}." if allowed else "."
+    if isinstance(err, MissingMandatoryValue):
+        return f"??? stands for a value that you must set{remedy}"
+    if found := REFERS.search(text):
+        hint = nearest(found["key"], keys_by_name(recipe.schema))
+        return f"it refers to ${{{found['key']}}}, but there is no such key.{hint}"
+    if found := RESOLVER.search(text):
+        return (
+            f"${{{found['name']}:...}} is not known. Refer to a key, as in ${{trainer.seed}}, or "
+            "to an environment variable, as in ${oc.env:NAME}."
+        )
+    if found := VARIABLE.search(text):
+        name = found["name"]
+        return (
+            f"the environment variable {name} is not set. Set it, or add a default: "
+            f"${{oc.env:{name},DEFAULT}}."
+        )
+    if "Recursive interpolation" in text:
+        return "its reference leads back to itself. Set one of the keys in this circle to a value."
+    if isinstance(err, InterpolationToMissingValueError):
+        return "it refers to a key without a value. Set that key."
+    if found := DEREFERENCED.search(text):
+        return f"the value of {found['reference']} does not fit{remedy}"
+    if isinstance(err, GrammarParseError):
+        return "a reference is not complete. Write it as ${KEY}, or \\${ for a plain ${."
+    if isinstance(err, InterpolationResolutionError):
+        return f"its reference cannot be resolved ({text.rstrip('.')}). Set a value."
+    if allowed:  # this says more than OmegaConf's text
+        return f"it {allowed}."
+    kinds = [KINDS[kind] for kind in (err.ref_type,) if kind in KINDS]
+    return f"it takes {kinds[0]}." if kinds else "the value has another type than the key."
 
 
 def takes(key: Key) -> str:

@@ -380,3 +380,9 @@ def in_yaml(values: Mapping[str, Any]) -> str:
         values, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False
     )
     return written
+
+
+def key_of_own_name(name: str, schema: type) -> Key | None:
+    """Return the key that takes a user's name, `role_mapping` for `role_mapping.judge`, or None."""
+    keys = (key for key in config_keys(schema) if key.takes_any)
+    return next((key for key in keys if name.startswith(f"{key.name}.")), None)

@@ -22,7 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
-from trainer.config.keys import Key, config_keys, keys_by_name, named_keys
+from trainer.config.keys import config_keys, key_of_own_name, keys_by_name, named_keys
 from trainer.config.schema import Recipe
 from verl_like.errors import ConfigError, nearest
 
@@ -186,9 +186,3 @@ def unknown_key(name: str, recipe: Recipe[Any]) -> str:
 
 def _has(section: str, names: Sequence[str]) -> str:
     return f"{section} has {', '.join(names)}."
-
-
-def key_of_own_name(name: str, schema: type) -> Key | None:
-    """Return the key that takes a user's name, `role_mapping` for `role_mapping.judge`, or None."""
-    keys = (key for key in config_keys(schema) if key.takes_any)
-    return next((key for key in keys if name.startswith(f"{key.name}.")), None)

@@ -11,13 +11,16 @@ from typing import Any
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from trainer.config.compose import as_object, compose_tree
+from trainer.config.key_errors import unresolved_value
 from trainer.config.keys import Key, field_docs, keys_by_name, leaf_keys, named_keys
 from trainer.config.schema import Recipe, RunConfig
 from trainer.config.settings import keys_of
 from trainer.config.settle import settle
 from trainer.config.unused_keys import unused_reason
+from verl_like.errors import ConfigError
 
 
 def composed_yaml(
@@ -27,7 +30,10 @@ def composed_yaml(
     tree = compose_tree(settings, recipe)
     recipe.load_registries()  # the comments list the registered names
     left_out = set() if all_keys else left_out_of(tree, keys_of(settings), recipe)
-    return annotated_yaml(tree, recipe.schema, resolve, left_out, all_keys)
+    try:
+        return annotated_yaml(tree, recipe.schema, resolve, left_out, all_keys)
+    except OmegaConfBaseException as err:  # a reference that fails, with --resolve
+        raise ConfigError(unresolved_value(err, recipe)) from err
 
 
 def left_out_of(tree: DictConfig, keys: Sequence[str], recipe: Recipe[Any]) -> set[str]:

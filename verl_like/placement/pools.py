@@ -66,10 +66,11 @@ def roles_by_pool(pools: Iterable[str], role_mapping: Mapping[str, str]) -> dict
     for role, pool in expand_roles(role_mapping).items():
         if pool not in roles:
             known = f" Pools: {', '.join(roles)}." if roles else ""
+            other = f", or map the role: role_mapping.{role}={[*roles][0]}" if roles else ""
             raise PlacementError(
                 f"role '{role}' is mapped to pool '{pool}', which does not "
                 f"exist.{nearest(pool, roles)}{known} Add this pool with "
-                f"resource_pool_spec.{pool}=[1], a list of its processes on each node."
+                f"resource_pool_spec.{pool}=[1], a list of its processes on each node{other}."
             )
         roles[pool].append(role)
 

@@ -21,6 +21,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainer.config.key_errors import unresolved_value
 from trainer.config.schema import Recipe, RunConfig
 from trainer.groups.worker_groups import WorkerGroups
 from trainer.launch import reproducible_arithmetic
@@ -399,7 +400,7 @@ class ReplayableRun:
         except OmegaConfBaseException as error:
             raise ConfigError(
                 f"{folder / CONFIG_FILE} does not fit this version of {PACKAGE}: "
-                f"{str(error).splitlines()[0]}. Replay the run with the version in "
+                f"{unresolved_value(error, recipe)} Replay the run with the version in "
                 f"{folder}/starts.jsonl."
             ) from error
         assert isinstance(config, RunConfig), f"the schema gave a {type(config).__name__}"
