@@ -15,7 +15,7 @@ from trainer.tools.report.figures import curves, known_panels, timeline
 from trainer.tools.report.read import RunData, last_steps, read_run, without_pauses
 
 IMAGES = Path(__file__).resolve().parent / "images"
-SHOWN = ("Reward", "KL", "Entropy", "Lengths", "Policy loss", "Clipped")
+SHOWN = ("Reward", "KL", "Entropy", "Lengths", "Gradient norms", "Clipped")
 WIDTH, HEIGHT, COLUMNS = 320, 230, 3
 
 

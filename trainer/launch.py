@@ -177,6 +177,19 @@ def _checked_class(
     return trainer_cls
 
 
+def num_rows(inputs: tuple[Any, ...]) -> int | None:
+    """Return the number of rows to train on, if the inputs of the trainer have a loader of ours."""
+    from trainer.data.loader import RowLoader
+    from trainer.data.prompts import PromptLoader
+
+    for loader in inputs:
+        if isinstance(loader, PromptLoader):
+            return len(loader.prompts)
+        if isinstance(loader, RowLoader):
+            return len(loader)
+    return None
+
+
 class Attempts:
     """Attempts to run the steps to the end; processes survive a failed attempt where possible."""
 
@@ -200,7 +213,7 @@ class Attempts:
 
     def run(self, folder: Path, inputs: tuple[Any, ...]) -> None:
         """Start the missing processes, and train."""
-        note_start(folder)
+        note_start(folder, num_rows(inputs))
         if self._failed_at:
             self._trainer = None
             gc.collect()  # the last attempt's objects refer to each other, and the loop keeps them

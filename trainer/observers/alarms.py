@@ -105,7 +105,7 @@ def unchanged_weights(metrics: Mapping[str, float], first: dict[str, float]) -> 
         role, _, metric = name.rpartition("/")
         if metric != "weights_changed_fraction" or metrics.get(f"{role}/skipped_steps", 0) > 0:
             continue
-        lr = metrics[f"{role}/lr"]
+        lr = metrics.get(f"{role}/lr", 0.0)
         largest = first[f"{role}/lr"] = max(lr, first.get(f"{role}/lr", 0.0))
         if fraction < LEAST_CHANGED and lr > LR_LEFT * largest:
             yield (

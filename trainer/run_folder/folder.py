@@ -4,7 +4,7 @@
   run.lock           the owner of the folder, while it runs              (`FolderLock`)
   config.yaml        the configuration, resolved            (`open_run_folder`)
   changes.jsonl      keys that a resumed run changed        (`open_run_folder`)
-  starts.jsonl       commands, hosts, package versions      (`note_start`)
+  starts.jsonl       commands, hosts, commits, versions     (`note_start`)
   inputs/            model, rows, rewards of a Python run   (trainer.api)
   placement.txt      the roles of every node                (trainer.groups.worker_groups)
   metrics.jsonl      a line per step                        (trainer.run_folder.tracking)
@@ -36,6 +36,7 @@ import platform
 import re
 import shlex
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -84,16 +85,40 @@ PACKAGES = (
 )
 
 
-def note_start(folder: Path) -> None:
-    """Add a line to `starts.jsonl`: when, where, by which command and with which packages."""
+def note_start(folder: Path, rows: int | None = None) -> None:
+    """Add a line to `starts.jsonl`: when, where, by which command, code and packages.
+
+    `rows` is the number of rows to train on, if it is known.
+    """
     line = {  # orig_argv: a command's main removes words from argv
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "host": socket.gethostname(),
         "command": mask_text(shlex.join(sys.orig_argv)),
+        "commit": commit_of_folder(),
+        "rows": rows,
         "versions": {"python": platform.python_version(), **installed_versions()},
     }
     with (folder / "starts.jsonl").open("a", encoding="utf-8") as file:
         file.write(json_line(line))
+
+
+GIT_S = 5.0
+"""Maximum seconds for a question to git."""
+
+
+def commit_of_folder() -> str:
+    """Return the commit of the current folder, with a `+` if files differ; "" without git."""
+
+    def git(*words: str) -> str:
+        command = ["git", *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True)
+        return done.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + "+" * bool(git("status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 @cache

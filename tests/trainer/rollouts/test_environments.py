@@ -133,6 +133,7 @@ def test_a_number_of_trajectories_needs_no_file(tiny_dir: Path, tmp_path: Path) 
     play(tiny_dir, tmp_path / "run", *POLICY_ALONE, *more, f"environment={GAMES}:ByLot")
     counts = Counter(row["input"] for step in (1, 2) for row in rows(tmp_path / "run", step))
     assert sorted(counts.values()) == [2] * 8
+    assert [start["rows"] for start in lines(tmp_path / "run", "starts.jsonl")] == [4]
     assert all(re.search(r"\d", text) for text in counts)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from trainer.ppo.config import PPOConfig
 from trainer.recipe_command import exit_on_error
 from trainer.run_folder.folder import (
     FolderLock,
+    commit_of_folder,
     note_start,
     open_run_folder,
     saved_config,
@@ -87,7 +90,7 @@ def test_a_too_deeply_nested_configuration_is_rejected(tmp_path: Path) -> None:
 
 def test_starts_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=two words"])
-    note_start(tmp_path)
+    note_start(tmp_path, rows=300)
     monkeypatch.setattr("sys.orig_argv", ["verl-like", "ppo", "a=3"])
     note_start(tmp_path)
     first, second = lines(tmp_path, "starts.jsonl")
@@ -95,6 +98,23 @@ def test_starts_are_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert second["command"] == "verl-like ppo a=3"
     assert torch.__version__.startswith(first["versions"]["torch"].partition("+")[0])
     assert first["host"]
+    assert (first["rows"], second["rows"]) == (300, None)
+
+
+def test_the_commit_of_the_current_folder_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commit_of_folder() == ""
+    (tmp_path / "reward.py").touch()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    commit = commit_of_folder()
+    assert re.fullmatch("[0-9a-f]{12}", commit)
+    (tmp_path / "reward.py").write_text("changed")
+    assert commit_of_folder() == f"{commit}+"
 
 
 def test_a_resumed_run_notes_the_keys_that_it_changed(config: PPOConfig) -> None:

@@ -34,6 +34,8 @@ OUTCOME_COLORS = {
     SUCCESS: "#009e73", PARTIAL: "#9fd8c6", NO_SUCCESS: "#d9d9d9", FAILED: "#d55e00",
 }  # fmt: skip
 OTHER_COLOR, OVERLAP_COLOR = "#9a9a9a", "#222222"
+NEGLIGIBLE = 1e-6
+"""Numbers up to this size are rounding errors in panels that leave zeros out."""
 MAX_POINTS, MAX_LANES = 1000, 16
 ABOVE: Mapping[str, Any] = {
     "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3, "handlelength": 1.4,
@@ -126,7 +128,7 @@ def curves(metrics: MetricLines, panel: Panel, marks: Sequence[float] = ()) -> s
     known = metric_names(metrics)
     names = panel.names_among(known)
     if panel.leaves_out_zero:
-        names = [name for name in names if any(series(metrics, name)[1])]
+        names = [n for n in names if any(abs(x) > NEGLIGIBLE for x in series(metrics, n)[1])]
     if not names:
         return ""
 

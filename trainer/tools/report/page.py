@@ -23,6 +23,7 @@ from trainer.run_folder.accounts import describe_tokens, seconds_by_role, tokens
 from trainer.run_folder.folder import REPORT_FILE, RESTARTS_FILE, describe_lost_steps
 from trainer.run_folder.metrics import SAMPLED, is_number, metric_names
 from trainer.tools.report import figures as report_figures
+from trainer.tools.report.facts import alarms_of, facts_of
 from trainer.tools.report.read import (
     FAILURE_FILE,
     SAMPLED_STEPS,
@@ -39,6 +40,7 @@ from trainer.tools.report.trajectories import (
     MAX_TURNS,
     SECONDS,
     TRAJECTORIES_PER_STEP,
+    shorten,
 )
 from verl_like.files import json_objects, write_atomic
 from verl_like.masking import mask_text
@@ -121,16 +123,22 @@ def _content(data: RunData, refresh_s: float | None = None) -> dict[str, Any]:
     from markupsafe import Markup
 
     panels = report_figures.panels_of(data.metrics)
+    config = _config_of(data)
     marks = [change.step + 0.5 for change in data.changes]
     drawn = [(panel, report_figures.curves(data.metrics, panel, marks)) for panel in panels]
+    absent = [panel for panel, svg in drawn if not svg and not panel.only_if_there]
     known = metric_names(data.metrics)
     shown = {panel.title: panel.names_among(known) for panel, svg in drawn if svg}
     named = dict.fromkeys(name for names in shown.values() for name in names)
     calls, cuts = without_pauses(last_steps(data.calls, GANTT_STEPS))
     phases = phase_shares(data.metrics, data.stages)
+    lines = summary(data)
 
     return {
         "name": data.folder.resolve().name,
+        "outcome": _outcome(data, config),
+        "facts": facts_of(data, config),
+        "alarms": [*alarms_of(data.metrics), *(x[len(WARNING) :] for x in lines if is_warning(x))],
         "overview": _overview(data),
         "failure": data.failure,
         "notes": data.notes,
@@ -140,7 +148,8 @@ def _content(data: RunData, refresh_s: float | None = None) -> dict[str, Any]:
         "changes": data.changes,
         "compared": data.compared,
         "refresh_s": refresh_s,
-        "missing": [panel.title for panel, svg in drawn if not svg and not panel.only_if_there],
+        "missing": [panel.title for panel in absent if not panel.names_among(known)],
+        "near_zero": [panel.title for panel in absent if panel.names_among(known)],
         "gantt": Markup(report_figures.timeline(calls, cuts)) if calls else "",
         "gantt_steps": len({call.step for call in calls}),
         "has_cuts": bool(cuts),
@@ -151,7 +160,7 @@ def _content(data: RunData, refresh_s: float | None = None) -> dict[str, Any]:
         "shares": Markup(report_figures.shares(phases)) if phases else "",
         "phases": phases,
         "placement": data.placement,
-        "summary": summary(data),
+        "summary": [line for line in lines if not is_warning(line)],
         "starts": data.starts,
         "config": data.config,
         "outcomes": Markup(report_figures.outcomes(data.by_turns)) if data.by_turns else "",
@@ -172,16 +181,36 @@ def _steps(data: RunData) -> str:
     return f"{len(steps)} ({min(steps):.0f} to {max(steps):.0f})"
 
 
-def reached_target(data: RunData) -> str:
-    """Return the target of `trainer.stop_at` that was reached, such as "reached reward 0.75"."""
+def _config_of(data: RunData) -> dict[str, Any]:
+    """Return the content of `config.yaml`, or an empty dict if it cannot be read."""
     import yaml  # type: ignore[import-untyped]
 
     try:
-        targets = (yaml.safe_load(data.config) or {})["trainer"]["stop_at"]
-    except (yaml.YAMLError, KeyError, TypeError):
-        return ""
+        config = yaml.safe_load(data.config)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _outcome(data: RunData, config: dict[str, Any]) -> tuple[str, str, str]:
+    """Return state, words and reason of a run that failed, was stopped or reached its target."""
+    if data.failure.strip():
+        state = "stopped" if data.failure.startswith(STOPPED) else "failed"
+        reason = data.failure.strip().splitlines()[-1:]
+        return (
+            state,
+            f"{state} after {_steps(data)} steps",
+            shorten("".join(reason), LONGEST_REASON),
+        )
+    return "reached", reached_target(data, config), ""
+
+
+def reached_target(data: RunData, config: dict[str, Any]) -> str:
+    """Return the target of `trainer.stop_at` that was reached, such as "reached reward 0.75"."""
+    trainer = config.get("trainer")
+    targets = trainer.get("stop_at") if isinstance(trainer, dict) else None
     last = data.metrics[-1] if data.metrics else {}
-    for name, target in targets.items():
+    for name, target in targets.items() if isinstance(targets, dict) else ():
         if is_number(target) and last.get(name, -math.inf) >= target:
             words = {metric: word for word, metrics in WATCHED.items() for metric in metrics}
             return f"reached {words.get(name, name)} {target:g}"
@@ -189,30 +218,46 @@ def reached_target(data: RunData) -> str:
 
 
 def _overview(data: RunData) -> list[tuple[str, str]]:
-    """Return the lines of the summary at the top: (name, value)."""
-    outcome = "failed" if data.failure else reached_target(data) or "no failure"
-    if data.failure.startswith(STOPPED):
-        outcome = "stopped"
-    entries = [("outcome", outcome), ("steps", _steps(data))]
+    """Return the numbers at the top: (name, value)."""
+    entries = [
+        (word, f"{first:.3g} → {last:.3g}")
+        for word, first, last in changes_of(data)
+        if word not in SIDE_NUMBERS
+    ]
+    entries += [(_best(name), f"{best:.4g}") for name, best, *_ in best_validations(data)]
+    entries.append(("steps", _steps(data)))
     _, seconds = data.series("timing_s/step")
     if seconds:
-        entries.append(("time of all steps", f"{sum(seconds):.1f} s"))
-    _, proven = data.series("training/num_hash_matched_samples")
-    if proven:
-        entries.append(("samples verified by hash", f"{sum(proven):,.0f}"))
+        entries.append(("time of all steps", describe_seconds(sum(seconds))))
     trained, left_out = tokens_of(data.metrics)
     if trained or left_out:
         sampled = sum(int(line.get(SAMPLED, 0)) for line in data.metrics)
-        entries.append(("tokens", describe_tokens(sampled, trained, left_out)))
+        text = describe_tokens(sampled, trained, left_out) if left_out else f"{trained:,}"
+        entries.append(("tokens", text))
     _, used = data.series("perf/object_store_mib")
     if used:
         _, spilled = data.series("perf/object_store_spilled_mib")
         text = f"at most {max(used):,.0f} MiB, {sum(spilled):,.0f} MiB spilled to disk"
         entries.append(("Ray's object store", text))
-    _, ratios = data.series("perf/overlap_ratio")
-    if ratios:
-        entries.append(("overlap ratio", f"{sum(ratios) / len(ratios):.2f}"))
     return entries
+
+
+def _best(name: str) -> str:
+    return f"best {name.removeprefix('val-core/')}"
+
+
+def describe_seconds(seconds: float) -> str:
+    """Return a duration, such as 18.8 s, 12 min or 3.4 h."""
+    if seconds < MINUTE_S:
+        return f"{seconds:.1f} s"
+    minutes = seconds / MINUTE_S
+    return f"{minutes:.0f} min" if minutes < MAX_MINUTES else f"{minutes / 60:.1f} h"
+
+
+MINUTE_S, MAX_MINUTES = 60, 120
+LONGEST_REASON = 200
+SIDE_NUMBERS = ("length", "KL")
+"""Words of `WATCHED` that are no number of the first row."""
 
 
 CUT_ANSWERS, CLIPPED, FAILED_CALLS = 0.3, 0.2, 0.3
@@ -284,7 +329,14 @@ def advice_at_end(data: RunData) -> list[str]:
     calls, errors = (_last(data, f"agents/num_{x}/mean") for x in ("calls", "call_errors"))
     if errors > FAILED_CALLS * calls:
         advice.append(f"{errors / calls:.0%} of the tool calls failed. See the turns in rollouts/.")
-    return [f"warning: {line}" for line in advice]
+    return [f"{WARNING}{line}" for line in advice]
+
+
+WARNING = "warning: "
+
+
+def is_warning(line: str) -> bool:
+    return line.startswith(WARNING)
 
 
 def _time(data: RunData) -> str:
@@ -305,13 +357,17 @@ def _time(data: RunData) -> str:
 
 def _first_to_last(data: RunData) -> list[str]:
     """Return a line with the first and the last value of the metrics that people watch."""
-    changes = []
+    changes = [f"{word} {first:.3g} -> {last:.3g}" for word, first, last in changes_of(data)]
+    return [f"{', '.join(changes)} (first -> last step)"] if changes else []
+
+
+def changes_of(data: RunData) -> Iterator[tuple[str, float, float]]:
+    """Yield the word, the first and the last value of the metrics that people watch."""
     for word, metrics in WATCHED.items():
         candidates = [values for _, values in map(data.series, metrics) if len(values) > 1]
         values = next((v for v in candidates if word != "KL" or any(v)), None)
         if values:
-            changes.append(f"{word} {values[0]:.3g} -> {values[-1]:.3g}")
-    return [f"{', '.join(changes)} (first -> last step)"] if changes else []
+            yield word, values[0], values[-1]
 
 
 def _trajectories(data: RunData) -> Iterator[str]:
@@ -330,7 +386,17 @@ def _trajectories(data: RunData) -> Iterator[str]:
 
 
 def _best_validations(data: RunData) -> Iterator[str]:
-    """Yield the best and the last value of each `val-core` metric; the best loss is the lowest."""
+    """Yield a line about the best and the last value of each `val-core` metric."""
+    for name, best, step, last in best_validations(data):
+        at_end = "" if last is None else f", {last:.4g} at the end"
+        yield f"best {name}: {best:.4g} after step {step:.0f}{at_end}"
+
+
+def best_validations(data: RunData) -> Iterator[tuple[str, float, float, float | None]]:
+    """Yield the name, the best value and its step, and the last value if it is of another step.
+
+    The best loss is the lowest.
+    """
     for name in metric_names(data.metrics):
         steps, values = data.series(name)
         finite = [value for value in values if math.isfinite(value)]
@@ -338,8 +404,7 @@ def _best_validations(data: RunData) -> Iterator[str]:
             continue
         best = min(finite) if name.endswith("loss") else max(finite)
         step = max(step for step, value in zip(steps, values, strict=True) if value == best)
-        last = "" if step == steps[-1] else f", {values[-1]:.4g} at the end"
-        yield f"best {name}: {best:.4g} after step {step:.0f}{last}"
+        yield name, best, step, None if step == steps[-1] else values[-1]
 
 
 def _first(data: RunData, name: str) -> float:

@@ -77,6 +77,12 @@ class RunStart:
     host: str
     command: str
     versions: str
+    package: str = ""
+    """The version of this package."""
+    commit: str | None = None
+    """The commit of the folder in which it started; "" without one, None if it is unknown."""
+    rows: int | None = None
+    """The number of rows to train on."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +114,8 @@ class RunData:
     starts: Sequence[RunStart] = ()
     config: str = ""
     """The text of `config.yaml`."""
+    data_sources: Sequence[str] = ()
+    """The data sources of the last step's samples."""
     changes: Sequence[ConfigChange] = ()
     compared: Sequence[tuple[ShownSample, ShownSample]] = ()
     """The first and the last sample of the same prompts."""
@@ -137,6 +145,9 @@ def read_run(folder: str | Path) -> RunData:
     if "gen" in stages:
         stages = [OLD_STAGES.get(stage, stage) for stage in stages]
         metrics = [_with_new_names(line) for line in metrics]
+    last_rows = [
+        row for path in _sample_files(folder / "rollouts")[-1:] for row in json_objects(path)[0]
+    ]
     return RunData(
         folder=folder,
         metrics=metrics,
@@ -155,9 +166,8 @@ def read_run(folder: str | Path) -> RunData:
         failure=_read_text(folder / FAILURE_FILE),
         notes=notes,
         ledger=read_ledger(folder, notes),
-        by_turns=outcomes_by_turns(
-            row for path in _sample_files(folder / "rollouts")[-1:] for row in json_objects(path)[0]
-        ),
+        by_turns=outcomes_by_turns(last_rows),
+        data_sources=sorted({str(row["data_source"]) for row in last_rows if "data_source" in row}),
     )
 
 
@@ -186,7 +196,13 @@ def _read_starts(path: Path, notes: list[str]) -> list[RunStart]:
         named = versions.items() if isinstance(versions, dict) else ()
         shown = ", ".join(f"{name} {version}" for name, version in named)
         time, host, command = (_shorten(row.get(name, "")) for name in ("time", "host", "command"))
-        starts.append(RunStart(time, host, command, shown))
+        version = dict(named).get("verl-like")
+        package = f"verl-like {version}" if version else ""
+        commit, num_rows = row.get("commit"), row.get("rows")
+        start = RunStart(time, host, command, shown, package)
+        if isinstance(commit, str) and type(num_rows) in (int, type(None)):
+            start = replace(start, commit=_shorten(commit), rows=num_rows)
+        starts.append(start)
     return starts
 
 

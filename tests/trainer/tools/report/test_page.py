@@ -150,12 +150,12 @@ def test_a_run_without_a_step_has_a_report_with_its_failure(tmp_path: Path) -> N
     close_run(tmp_path, RuntimeError("the critic's node is gone"))
     page = (tmp_path / "report.html").read_text()
     assert "the critic&#39;s node is gone" in page
-    assert "failed" in page
+    assert '<p class="outcome failed">failed after 0 steps' in page
     assert "No step ended." in page
     close_run(tmp_path, KeyboardInterrupt())
     page = (tmp_path / "report.html").read_text()
     assert "Stopped by Ctrl-C." in page
-    assert "failed" not in page
+    assert '<p class="outcome stopped">stopped after 0 steps' in page
     close_run(tmp_path, None)
     assert "Stopped" not in (tmp_path / "report.html").read_text()
 
@@ -216,7 +216,7 @@ def test_a_run_whose_metrics_are_all_nan_has_a_report(figures: None, tmp_path: P
     for row in rows:
         row |= {name: float("nan") for name in row if name != "step"}
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "no failure" in page_of(tmp_path)
+    assert "<h2>Learning</h2>" in page_of(tmp_path)
 
 
 def test_the_outcome_names_the_target_that_was_reached(tmp_path: Path) -> None:
@@ -224,11 +224,86 @@ def test_the_outcome_names_the_target_that_was_reached(tmp_path: Path) -> None:
     reward = metrics_of(3)["critic/score/mean"]
     for target, outcome in (
         (reward - 0.01, f"reached reward {reward - 0.01:g}"),
-        (9, "no failure"),
+        (9, ""),
     ):
         config = f"trainer: {{stop_at: {{critic/score/mean: {target}}}}}\n"
         (folder / "config.yaml").write_text(config)
-        assert f'<span class="soft">outcome</span><b>{outcome}</b>' in page_of(folder)
+        shown = re.findall(r'<p class="outcome \w+">(.*?)</p>', page_of(folder))
+        assert shown == [outcome][: bool(outcome)]
+
+
+def first_screen(page: str) -> str:
+    return page[page.index("<h1>") : page.index("<h2>")]
+
+
+RUN_CONFIG = """
+actor_rollout_ref:
+  model: {path: hub/small, lora_rank: 8}
+  rollout: {n: 4}
+  actor: {optim: {lr: 1.0e-05}, policy_loss: {loss_mode: gspo}}
+algorithm: {adv_estimator: grpo}
+data: {train_files: [a.parquet, b.parquet], val_files: c.parquet, train_batch_size: 16}
+reward: {function: {path: my/reward.py, name: score}, model: {enable: false}}
+"""
+
+
+def test_the_first_screen_says_what_was_trained(tmp_path: Path, figures: None) -> None:
+    folder = make_run(tmp_path / "run", 3)
+    (folder / "config.yaml").write_text(RUN_CONFIG)
+    start = {"host": "node1", "command": "verl-like ppo", "versions": {"verl-like": "0.2.0"}}
+    start |= {"commit": "0123456789ab+", "rows": 7473}
+    (folder / "starts.jsonl").write_text(json.dumps(start) + "\n")
+    screen = first_screen(page_of(folder))
+    facts = re.findall(r'<dt class="soft">(.*?)</dt><dd>(.*?)</dd>', screen)
+    plain = {name: re.sub(r"<br>|<[^>]+>", "|", value).strip("|") for name, value in facts}
+    assert plain == {
+        "Model": "hub/small||LoRA, rank 8",
+        "Data": "a.parquet, b.parquet||7,473 rows, validated on c.parquet",
+        "Reward": "my/reward.py:score",
+        "Algorithm": "grpo, gspo loss||16 prompts x 4 samples, lr 1e-05",
+        "Devices": "2 x 1 CPU slot||node1",
+        "Commit": "0123456789ab+||verl-like 0.2.0",
+    }
+
+
+def test_the_first_screen_has_no_cards_of_machinery(tmp_path: Path, figures: None) -> None:
+    file = make_run(tmp_path / "run", 3) / "metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        row["training/num_hash_matched_samples"] = 8.0
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    screen = first_screen(page_of(tmp_path / "run"))
+    assert not re.search("no failure|overlap|verified by hash", screen)
+    assert re.search(r"reward</span><b>\S+ → \S+</b>", screen)
+
+
+def test_foreign_settings_and_starts_leave_facts_out(tmp_path: Path, figures: None) -> None:
+    folder = make_run(tmp_path / "run", 1)
+    for config in (
+        "- 1\n",
+        "a: [",
+        "data: 3\nreward: {list: 3, function: 1}\ntrainer: {stop_at: 1}\n",
+    ):
+        (folder / "config.yaml").write_text(config)
+        (folder / "starts.jsonl").write_text('{"commit": 3, "rows": "x", "versions": []}\n')
+        assert "Devices" in first_screen(page_of(folder))
+
+
+def test_the_alarms_of_a_run_are_on_the_first_screen(tmp_path: Path, figures: None) -> None:
+    kls = (0.0, 0.5, 0.0, 0.3, 0.0)
+    rows = [{"step": n, "timing_s/step": 1.0, "actor/ppo_kl": kl} for n, kl in enumerate(kls, 1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    screen = first_screen(page_of(tmp_path))
+    assert '<section class="alarms"><b>1 alarm</b>' in screen
+    assert "<li>Steps 2 to 4, 2 times: actor/ppo_kl is 0.3: one step moves the policy" in screen
+
+
+def test_a_loss_that_is_0_up_to_rounding_is_not_drawn(tmp_path: Path, figures: None) -> None:
+    rows = [{"step": n, "critic/score/mean": 0.5, "actor/pg_loss": 1e-8 * n} for n in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = page_of(tmp_path)
+    assert 'data-figure="Policy loss"' not in page
+    assert "0 in every step up to rounding: Policy loss." in page
 
 
 def test_every_metric_of_a_curve_leads_to_its_meaning(page: str) -> None:
