@@ -33,7 +33,7 @@ def test_the_table_of_models_has_the_layouts_of_rows_with_images() -> None:
     layouts: dict[str, list[str]] = {}
     for family in vision.FAMILIES:
         layout = "padded" if family in PADDED else "packed"
-        layouts.setdefault(family.removesuffix("_large"), []).append(layout)
+        layouts.setdefault(family.partition("+")[0], []).append(layout)
     table = {model_type: " or ".join(names) for model_type, names in layouts.items()}
     assert load("docs/model_table.py").IMAGES == table
 

@@ -17,26 +17,40 @@ import logging
 import math
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.workers.models.architectures import NotBuilt, cases, tiny_model_config
+from tests.workers.models.test_image_input import Case, make_case
+from tests.workers.models.vision import PROVED, write_model
 from trainer.tools.small_models import MAX_CONTEXT, MAX_PARAMETERS, POSITIONS, VOCABULARY, shrunk
 from verl_like.batch.ragged import RaggedTensor
 from verl_like.errors import ConfigError
+from workers.images import ImageRef, open_image
 from workers.models.causal_lm import MODEL_ERRORS, quantizable
 from workers.models.classes import generative_classes, model_class
-from workers.models.folder import factor_border
+from workers.models.folder import factor_border, read_hf_config
+from workers.models.images import ImageInput
 from workers.models.quantize import Int8Weight, make_room
 from workers.models.routing import Routers
-from workers.models.support import LIMITS, ORIGINAL, TABLE, features, ropes, window_sizes
+from workers.models.support import (
+    LIMITS,
+    ORIGINAL,
+    TABLE,
+    Support,
+    features,
+    ropes,
+    window_sizes,
+)
 from workers.parallel.pipeline import NoStages, StageParts, Stages
 from workers.parallel.sequence import AttendRows
 from workers.rollout.native.kv_cache import (
@@ -48,7 +62,7 @@ from workers.rollout.native.kv_cache import (
 )
 from workers.rollout.native.module_forward import ModuleForward, grouped_decoding
 from workers.training.microbatch import MicroBatchBudget, RowColumns
-from workers.training.passes.attention import packed_rows
+from workers.training.passes.attention import packed_rows, takes_layout
 from workers.training.passes.lm_head import TokenOutputs, columns_of_logits, in_chunks
 from workers.training.passes.packing import RowPasses, model_inputs, read
 
@@ -413,6 +427,65 @@ def _greedy_logits(model: Any, length: int, use_cache: bool) -> Tensor:
     return torch.cat(output.logits).float()
 
 
+@torch.no_grad()
+def rows_with_images(family: str, folder: Path, attention: str, support: Support) -> str:
+    """Return what is wrong with rows with images on the model of a family; "" if nothing is.
+
+    The reference is transformers' own decoding after each prompt, with the arguments that its
+    processor returns: a policy samples so, and cannot look at later tokens. Every layout that a run
+    may choose must have the same logits.
+    """
+    case = make_case(family, folder, attention=attention, dtype=torch.float32)
+    expected: list[Tensor] = []
+    for row, (text, refs) in enumerate(zip(case.prompts, case.refs, strict=True)):
+        logits, case.rows[row] = _decoded_by_transformers(case, text, refs)
+        case.starts[row] = len(case.rows[row]) - len(logits)
+        expected.append(logits)
+
+    layouts = {("padded", False): support.why_not("padded")}
+    if not ImageInput(case.module, case.reader).looks_ahead:
+        layouts["packed", False] = support.why_not("packed")
+        if takes_layout(case.module) and not layouts["packed", False]:
+            layouts["packed", True] = support.why_not("shared")
+    for kind, shares in (layout for layout, reason in layouts.items() if not reason):
+        with packed_rows(case.module) if kind == "packed" else nullcontext():
+            together = case.passes(kind, list(range(len(case.rows))), shares)
+        for of_row, actual in zip(expected, together.split(NUM_STEPS), strict=True):
+            off_by = relative_error(actual, of_row)
+            if off_by > LARGEST_ERROR:
+                return f"in {kind} rows, logits of a small model are off by {off_by:.0e}"
+    return "" if "" in layouts.values() else "rows of text are wrong"
+
+
+def _decoded_by_transformers(
+    case: Case, text: str, refs: Sequence[ImageRef]
+) -> tuple[Tensor, list[int]]:
+    """Return the logits of a greedy response, and the tokens up to its last but one."""
+    from transformers import GenerationConfig
+
+    processor = case.reader.processor
+    if refs:
+        images = [[open_image(ref) for ref in refs]]
+        settings = {"add_special_tokens": False, "return_tensors": "pt"}
+        inputs = dict(processor(images=images, text=[text], **settings))
+        inputs.pop("labels", None)
+    else:
+        inputs = {"input_ids": torch.tensor([processor.tokenizer(text)["input_ids"]])}
+    for name, tensor in inputs.items():
+        inputs[name] = tensor.to(case.module.dtype if tensor.is_floating_point() else None)
+    case.module.generation_config = GenerationConfig()
+    output = case.module.generate(
+        **inputs,
+        max_new_tokens=NUM_STEPS,
+        do_sample=False,
+        pad_token_id=0,
+        suppress_tokens=[*case.reader.stop_ids],
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return torch.cat(output.logits).float(), output.sequences[0, :-1].tolist()
+
+
 def replayed_routing(model: Any) -> str:
     """Return what is wrong when original, reordered or different choices are replayed, or ""."""
     routers = Routers(model)
@@ -613,7 +686,35 @@ def rows_of(case: str) -> dict[str, Ways]:
                     continue  # it is not listed, and runs on padded rows
                 ways = {}
             rows[key] = common(rows.get(key, ways), ways)
+    for key, is_correct in classes_with_images(case, rows).items():
+        rows[key] = rows[key] | ({"images": frozenset()} if is_correct else {})
     return rows
+
+
+def classes_with_images(case: str, rows: dict[str, Ways]) -> dict[str, bool]:
+    """Return class and features -> whether rows with images are correct, in all families of a case.
+
+    Without the packages of a family's processor, the table's own entry counts.
+    """
+    results: dict[str, bool] = {}
+    for family in (name for name in PROVED if name.partition("+")[0] == case):
+        with tempfile.TemporaryDirectory() as name:
+            try:
+                config = read_hf_config(write_model(family, Path(name)))
+            except (ImportError, RuntimeError) as error:
+                print(f"{family}: its processor has no package here: {error}".splitlines()[0])
+                table = json.loads(TABLE.read_text(encoding="utf-8"))
+                return {key: "images" in table.get(key, "").split() for key in rows}
+            key = " ".join([model_class(config).__name__, *sorted(features(config))])
+            if key not in rows:
+                rows[key] = ways_of(config)
+            reasons = []
+            for attention in ("sdpa", "eager"):
+                support = Support(config.model_type, config, attention, rows[key])
+                reasons.append(rows_with_images(family, Path(name), attention, support))
+        print(f"{family}: images of {key}: {' '.join(filter(None, reasons)) or 'correct'}")
+        results[key] = results.get(key, True) and not any(reasons)
+    return results
 
 
 def common(some: Ways, others: Ways) -> Ways:

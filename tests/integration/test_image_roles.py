@@ -15,13 +15,14 @@ from tests.integration.test_images import overrides, write_rows
 from tests.workers.models.architectures import build_tiny, tiny_model_config
 from tests.workers.models.vision import write_model
 from trainer import load_config, run
-from trainer.config.checks import check_reads_images
+from trainer.config.checks import check_class_of, check_reads_images
 from trainer.preference.recipe import DPO
 from trainer.preference.step import PreferenceTrainer
 from trainer.reward_model.recipe import REWARD_MODEL
 from trainer.reward_model.step import RewardModelTrainer
 from verl_like.errors import ConfigError
 from workers.config import ModelConfig
+from workers.models.images import image_reader
 from workers.training.role_model_spec import RoleModelSpec
 
 ROLES = (
@@ -144,6 +145,30 @@ def test_a_critic_whose_base_model_reads_no_images_is_rejected(tmp_path: Path) -
     with pytest.raises(ConfigError, match="the base model of 'llama4' does not read images"):
         check_reads_images({"critic": spec})
     check_reads_images({"actor": replace(spec, head="token")})
+
+
+def test_a_class_whose_images_are_not_proved_is_rejected_before_models_load(
+    tmp_path: Path,
+) -> None:
+    """PaliGemma attends to later tokens of a prompt, so its answer in a pass would be a prompt."""
+    model = write_model("paligemma", tmp_path / "model")
+    spec = RoleModelSpec("actor_rollout_ref.model.path", ModelConfig(path=str(model)))
+    words = "images were not proved to be right for PaliGemmaForConditionalGeneration"
+    with pytest.raises(ConfigError, match=f"role 'actor': .*model.path=.*{words}"):
+        check_reads_images({"actor": spec})
+    with pytest.raises(ConfigError, match=words):
+        image_reader(str(model))
+
+
+def test_a_class_that_is_right_with_eager_attention_passes_the_check_with_it(
+    tmp_path: Path,
+) -> None:
+    build_tiny(tiny_model_config("paligemma")).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    with pytest.raises(ConfigError, match="Set attn_implementation=eager in the model's section"):
+        check_class_of("actor", RoleModelSpec("actor_rollout_ref.model.path", model))
+    eager = replace(model, attn_implementation="eager")
+    check_class_of("actor", RoleModelSpec("actor_rollout_ref.model.path", eager))
 
 
 @pytest.mark.parametrize(("axis", "words"), [("sp", "images"), ("pp", "split into stages")])

@@ -130,9 +130,11 @@ def check_class_of(role: str, model: RoleModelSpec) -> None:
     from workers.models.support import Support
     from workers.training.passes.row_layout import row_kind  # slow: imports the engine, about 1 s
 
+    attention = "eager" if model.model.attn_implementation == "eager" else ""  # the class's own
     try:
         check_files(model.meta_module, model.model, model.head)
-        row_kind(Support.of(model.meta_module.config), model.model.use_remove_padding)
+        support = Support.of(model.meta_module.config, attention)
+        row_kind(support, model.model.use_remove_padding)
     except ConfigError as error:
         raise ConfigError(f"role {role!r}: {error}") from error
 
@@ -162,16 +164,17 @@ def check_reads_images(models: Mapping[str, RoleModelSpec]) -> None:
     """Reject models that cannot read the images in the rows of this run, or not on these axes."""
     from workers.models.causal_lm import body_reads_images
     from workers.models.folder import model_folder, shared_hf_config
-    from workers.models.images import has_vision
+    from workers.models.images import why_no_images
 
     for role, model in models.items():
         path = model.model.path
         config = shared_hf_config(model_folder(path, weights=False))
-        if not has_vision(config):
+        reason = why_no_images(config)
+        if reason:
             raise ConfigError(
-                f"role {role!r}: {model.key}={path} ({config.model_type}) does not read images, "
-                "but the rows of this run have images, or environment.images=true. Use a "
-                "vision-language model with the policy's tokenizer, or remove the images."
+                f"role {role!r}: {model.key}={path}: {reason}, but the rows of this run have "
+                "images, or environment.images=true. Use a vision-language model of docs/vision.md "
+                "with the policy's tokenizer, or remove the images."
             )
         if model.head != "token" and not body_reads_images(model.meta_module):
             raise ConfigError(

@@ -31,7 +31,7 @@ from verl_like.placement.pools import expand_roles
 from verl_like.registry import check_file
 from workers.columns import sample_scores
 from workers.config import has_environment, reward_configs
-from workers.models.folder import model_folder
+from workers.models.folder import model_folder, read_hf_config
 from workers.models.load import check_score_head, check_weights
 from workers.models.precision import name_of as dtype_name
 from workers.models.precision import rollout_dtype
@@ -108,9 +108,18 @@ def check_vllm(config: Any, reads_images: bool) -> None:
 
 
 def check_images(config: Any, has_images: bool) -> None:
-    """Reject prompts with images that vLLM cannot read."""
+    """Reject prompts with images that the policy, or vLLM, cannot read."""
     if not has_images:
         return
+    from workers.models.images import why_no_images
+
+    path = config.actor_rollout_ref.model.path
+    reason = why_no_images(read_hf_config(model_folder(path, weights=False)))
+    if reason:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={path}: {reason}, but the prompts have images, or "
+            "environment.images=true. Remove the images, or use a model that docs/vision.md lists."
+        )
     if (
         resolve_engine(config.actor_rollout_ref.rollout.name, run_devices(config.trainer).type)
         == "vllm"

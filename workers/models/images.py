@@ -37,6 +37,7 @@ from verl_like.process.machine import usable_cores
 from workers.config.model import IMAGE_BACKEND
 from workers.images import ImageRef, open_image
 from workers.models.causal_lm import body_of
+from workers.models.support import Support
 
 MAX_THREADS = 16
 """Threads of a process that process images; a group of them may exceed the cache for a moment."""
@@ -47,6 +48,19 @@ CACHE_BYTES = 2 * 2**30
 def has_vision(config: Any) -> bool:
     """Return whether models with this config read images."""
     return getattr(config, "vision_config", None) is not None
+
+
+def why_no_images(config: Any) -> str:
+    """Return why models with this config do not run on rows with images; "" if they do."""
+    if not has_vision(config):
+        return f"model type {config.model_type!r} does not read images"
+    support = Support.of(config, "sdpa")
+    if not support.why_not("images"):
+        return ""
+    return (
+        f"rows with images were not proved to be right for {support.name}, so its "
+        "log-probs could be those of another model"
+    )
 
 
 class ImageLayout(NamedTuple):
@@ -61,7 +75,18 @@ class ImageLayout(NamedTuple):
 
 @cache
 def image_reader(folder: str) -> ImageReader:
-    """Return the reader of the model in this folder, one per process."""
+    """Return the reader of the model in this folder, one per process.
+
+    A ConfigError says why the model does not run on rows with images.
+    """
+    from transformers import AutoConfig
+
+    reason = why_no_images(AutoConfig.from_pretrained(folder))
+    if reason:
+        raise ConfigError(
+            f"the model {folder}: {reason}. Leave the images out, or use a vision-language model "
+            "that docs/vision.md lists."
+        )
     return ImageReader(folder)
 
 
@@ -79,11 +104,6 @@ class ImageReader:
         from transformers import AutoConfig, AutoTokenizer
 
         config = AutoConfig.from_pretrained(folder)
-        if not has_vision(config):
-            raise ConfigError(
-                f"the model {folder} ({config.model_type}) does not read images. Leave the images "
-                "out, or use a vision-language model."
-            )
         self.token_id = image_token_id(config)
         others = (getattr(config, f"{kind}_token_id", None) for kind in ("video", "audio"))
         self.stop_ids = (self.token_id, *(other for other in others if other is not None))

@@ -12,6 +12,7 @@ model of each class with random weights, and writes the table:
     native cached   decoding by the native engine, and by transformers with and without a cache
     generate
     replay int8     replayed choices of experts, and linear weights as int8
+    images          rows with images, in each layout that a run may choose
 
 A way after which `<` and names of limits follow, such as `native<sliding_window`, is correct for
 rows within these limits. A way with `@eager` or `@sdpa` is correct with this attention only.
@@ -69,9 +70,14 @@ class Support:
         ways = capabilities_of(model_class(config).__name__, features(config))
         return cls(config.model_type, config, "eager" if is_eager else "sdpa", ways)
 
+    @property
+    def name(self) -> str:
+        """The class and its features, as in the table."""
+        return " ".join([model_class(self.config).__name__, *sorted(features(self.config))])
+
     def why_not(self, way: str, longest: int = 0) -> str:
         """Return why a way is not known to be correct for rows of up to `longest` tokens, or ""."""
-        name = " ".join([model_class(self.config).__name__, *sorted(features(self.config))])
+        name = self.name
         if self.capabilities is None:
             return f"{name} is not in the table of tested classes"
         within = self.capabilities.get(f"{way}@{self.attention}", self.capabilities.get(way))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from workers.training.passes.packing import RowPasses, read
 
 IMAGES_OF_ROWS = ((1, 2), (), (0,), (3, 0, 2, 1, 3), (2,), (2,))
 """The images of each row; the last two rows have the same prompt, too."""
-PADDED = {"gemma3", "gemma4_large", "llama4", "qwen3_5"}
+PADDED = {"gemma3", "gemma4+large", "llama4", "qwen3_5"}
 """Images attend to later tokens, or a layer has a recurrent state or chunks."""
 SIZES = ((40, 70), (90, 30), (33, 33), (64, 100))
 
@@ -37,6 +37,8 @@ class Case:
     """The first token of each row whose logits are read."""
     begins: Sequence[Sequence[int]] = ()
     """Where the segments of each row begin; by default, each row is one segment."""
+    prompts: list[str] = field(default_factory=list)
+    """The text of each prompt, with a placeholder per image."""
 
     def passes(self, kind: str, rows: list[int], shares: bool = False) -> Tensor:
         """Return the logits at the read tokens of these rows, of one pass."""
@@ -80,11 +82,19 @@ class Case:
         return logits
 
 
-def make_case(family: str, folder: Path, for_vllm: bool = False) -> Case:
+def make_case(
+    family: str,
+    folder: Path,
+    for_vllm: bool = False,
+    attention: str | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> Case:
     from transformers import AutoModelForImageTextToText
 
     write_model(family, folder, for_vllm=for_vllm)
-    module = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).double()
+    module = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention
+    ).to(dtype)
     reader = ImageReader(str(folder))
     for number, size in enumerate(SIZES):
         picture(*size, seed=number).save(folder / f"{number}.png")
@@ -98,6 +108,7 @@ def make_case(family: str, folder: Path, for_vllm: bool = False) -> Case:
         case.rows.append([*prompt, *tokenize(response, add_special_tokens=False)["input_ids"]])
         case.refs.append(refs)
         case.starts.append(len(prompt) - 1)
+        case.prompts.append(text)
     return case
 
 

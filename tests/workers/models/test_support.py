@@ -9,8 +9,8 @@ import pytest
 import transformers
 
 from tests.workers.models.architectures import cases
-from tools.prove_models import rows_of
-from workers.models.support import TABLE, Support, capabilities_of, features
+from tools.prove_models import classes_with_images, rows_of
+from workers.models.support import TABLE, Support, _table, capabilities_of, features
 
 ROWS: dict[str, str] = json.loads(TABLE.read_text(encoding="utf-8"))
 FAST = (
@@ -30,6 +30,18 @@ def check(case: str) -> None:
 @pytest.mark.parametrize("case", FAST)
 def test_the_proofs_say_what_the_table_says(case: str) -> None:
     check(case)
+
+
+@pytest.mark.parametrize("case", ["qwen2_vl", "llava", "paligemma"])
+def test_the_proofs_of_rows_with_images_say_what_the_table_says(case: str) -> None:
+    rows = {
+        f"{name} {' '.join(sorted(having))}".strip(): dict(ways)
+        for name, tested in _table().items()
+        for having, ways in tested
+    }
+    results = classes_with_images(case, rows)
+    assert results == {key: "images" in ROWS[key].split() for key in results}
+    assert any(results.values()) == (case != "paligemma")
 
 
 @pytest.mark.slow

@@ -111,7 +111,7 @@ def _qwen(kind: str, processor: str) -> Callable[[], tuple[Any, Any]]:
         )
         rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]}
         text: dict[str, Any] = SIZES | {"rope_parameters": rope}
-        if kind == "qwen3_5":
+        if kind.startswith("qwen3_5"):
             vision.pop("deepstack_visual_indexes")
             rope |= {"partial_rotary_factor": 1.0, "mrope_interleaved": True}
             text |= {
@@ -121,7 +121,10 @@ def _qwen(kind: str, processor: str) -> Callable[[], tuple[Any, Any]]:
                 "linear_key_head_dim": 8,
                 "linear_value_head_dim": 6,
             }
-        if kind == "qwen3_vl":
+        if kind.endswith("_moe"):
+            text |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+            text |= {"shared_expert_intermediate_size": 28}
+        if kind.startswith("qwen3_vl"):
             rope["mrope_interleaved"] = True
         if kind.startswith("qwen2"):
             text.pop("head_dim")
@@ -170,7 +173,11 @@ def _siglip(**sizes: Any) -> dict[str, Any]:
     return shape | {"num_attention_heads": 2} | sizes
 
 
-def _llava() -> tuple[Any, Any]:
+def _llava(text_type: str) -> Callable[[], tuple[Any, Any]]:
+    return lambda: _llava_with(text_type)
+
+
+def _llava_with(text_type: str) -> tuple[Any, Any]:
     from transformers import AutoConfig
 
     tokenizer = tokenizer_with({"image_token": "<image>"}, "<image>")
@@ -179,7 +186,7 @@ def _llava() -> tuple[Any, Any]:
     )
     config = AutoConfig.for_model(
         "llava",
-        text_config=SIZES | {"model_type": "llama"},
+        text_config=SIZES | {"model_type": text_type},
         vision_config=_siglip(image_size=24, patch_size=8)
         | {"model_type": "clip_vision_model", "projection_dim": 16},
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
@@ -365,6 +372,23 @@ def _mistral3() -> tuple[Any, Any]:
     return config, _processor("PixtralProcessor", image_processor, tokenizer, **sizes)
 
 
+def _paligemma() -> tuple[Any, Any]:
+    from transformers import AutoConfig
+
+    tokenizer = tokenizer_with({"image_token": "<image>"}, "<image>")
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    image_processor = _class("siglip", "SiglipImageProcessorPil")(size={"height": 32, "width": 32})
+    image_processor.image_seq_length = 16
+    config = AutoConfig.for_model(
+        "paligemma",
+        text_config=SIZES | {"model_type": "gemma2", "vocab_size": 1300, "sliding_window": 64},
+        vision_config=_siglip(image_size=32, patch_size=8, vision_use_head=False),
+        projection_dim=32,
+        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+    )
+    return config, _processor("PaliGemmaProcessor", image_processor, tokenizer)
+
+
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen2_vl": _qwen("qwen2_vl", "Qwen2VLProcessor"),
     "qwen2_5_vl": _qwen("qwen2_5_vl", "Qwen2_5_VLProcessor"),
@@ -372,17 +396,27 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "qwen3_5": _qwen("qwen3_5", "Qwen3VLProcessor"),
     "gemma3": _gemma3,
     "internvl": _internvl,
-    "llava": _llava,
+    "llava": _llava("llama"),
     "idefics3": _idefics("idefics3", "Idefics3Processor"),
     "smolvlm": _idefics("smolvlm", "SmolVLMProcessor"),
     "gemma4": _gemma4(GEMMA4_SMALL),
-    "gemma4_large": _gemma4(GEMMA4_LARGE),
+    "gemma4+large": _gemma4(GEMMA4_LARGE),
     "llama4": _llama4,
     "mistral3": _mistral3,
 }
+PROVED = FAMILIES | {
+    "llava+qwen2": _llava("qwen2"),
+    "paligemma": _paligemma,
+    "qwen3_vl_moe": _qwen("qwen3_vl_moe", "Qwen3VLProcessor"),
+    "qwen3_5_moe": _qwen("qwen3_5_moe", "Qwen3VLProcessor"),
+}
+"""These families and others, on which `tools/prove_models.py` tests rows with images.
+
+A name begins with the model type.
+"""
 
 
-TORCHVISION = {"gemma4", "gemma4_large", "llama4", "mistral3"}
+TORCHVISION = {"gemma4", "gemma4+large", "llama4", "mistral3"}
 """Families whose processors in transformers import torchvision, which `.venv-vllm` has."""
 
 
@@ -397,7 +431,7 @@ CASES = [case(family) for family in FAMILIES]
 VIDEO = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "Qwen2VLVideoProcessor"),
     **dict.fromkeys(("qwen3_vl", "qwen3_5"), "Qwen3VLVideoProcessor"),
-    **dict.fromkeys(("gemma4", "gemma4_large"), "Gemma4VideoProcessor"),
+    **dict.fromkeys(("gemma4", "gemma4+large"), "Gemma4VideoProcessor"),
     "internvl": "InternVLVideoProcessor",
     "smolvlm": "SmolVLMVideoProcessor",
 }
@@ -428,7 +462,7 @@ def write_model(family: str, folder: Path, seed: int = 0, for_vllm: bool = False
     """Write a tiny model of the family's published class, and return its folder."""
     from transformers import AutoModelForImageTextToText
 
-    config, processor = FAMILIES[family]()
+    config, processor = PROVED[family]()
     if for_vllm:
         set_head_size_32(config)
     config.get_text_config().pad_token_id = 0

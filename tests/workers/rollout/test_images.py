@@ -19,7 +19,7 @@ NATIVE = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "llava", "idefics3", "smolvlm"),
     "mistral3",
 )
-HF = ("gemma3", "qwen3_5", "gemma4", "gemma4_large", "llama4")
+HF = ("gemma3", "qwen3_5", "gemma4", "gemma4+large", "llama4")
 
 
 def engine_of(name: str, module: Any, folder: Path, response_width: int = 12) -> RolloutEngine:

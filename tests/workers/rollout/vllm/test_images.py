@@ -30,7 +30,7 @@ FAMILIES = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "internvl", "idefics3", "smolvlm"),
     *("mistral3", "llama4", "gemma4"),
 )
-ATTENDS_AHEAD = ("gemma3", "gemma4_large")
+ATTENDS_AHEAD = ("gemma3", "gemma4+large")
 LIMITS = EngineLimits(prompt_width=448, response_width=12, max_num_seqs=4, kv_cache_gib=1.0)
 
 
