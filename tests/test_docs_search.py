@@ -73,7 +73,8 @@ PAGES = {
     "expert parallel, DeepSpeed, MoE",
     "agents": "multi-turn, tool calling, function calling",
     "cluster": "multi-node, Kubernetes, Slurm, several machines",
-    "checkpoints": "resume, continue a run, early stopping, trainer.resume_mode, trainer.stop_at",
+    "checkpoints": "resume, continue a run, continue a stopped run, continue training, "
+    "early stopping, trainer.resume_mode, trainer.stop_at",
     "configuration": "sweep, hyperparameter search",
     "performance": "mixed precision, quantization, gradient checkpointing, flash attention, "
     "prefix caching",
@@ -86,7 +87,8 @@ PAGES = {
     "install": "Windows, macOS",
     "rewards": "process reward, format reward, LLM judge, reward hacking, reward.function.path",
     "reading_the_report": "profiling, profile a step",
-    "models": "custom model, vision language model",
+    "models": "custom model, vision language model, my own nn.Module as policy",
+    "placement": "critic on other GPUs, rollout on other GPUs",
     "troubleshooting": "out of memory, flat reward",
     "lora": "LoRA, QLoRA, merge lora",
     "logging": "wandb, tensorboard",

@@ -92,12 +92,12 @@ class RunResult:
         """The trained model, loaded on first access."""
         import transformers
 
+        from workers.models.classes import model_class
         from workers.models.folder import read_hf_config
 
-        architecture = read_hf_config(self.model_folder).architectures[0]
-        return getattr(transformers, architecture).from_pretrained(
-            self.model_folder, dtype="auto", trust_remote_code=False
-        )
+        config = read_hf_config(self.model_folder)
+        cls = getattr(transformers, config.architectures[0], None) or model_class(config)
+        return cls.from_pretrained(self.model_folder, dtype="auto", trust_remote_code=False)
 
     @cached_property
     def tokenizer(self) -> Any:
