@@ -30,6 +30,13 @@ from tests.sample_of_cases import (  # noqa: F401 - hooks
     pytest_collection_modifyitems,
 )
 
+# What a user's shell exports must not reach the code under test, which reads it at its import.
+for name in (
+    *("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_ENDPOINT"),
+    *("RAY_ADDRESS", "HYDRA_FULL_ERROR", "WANDB_MODE", "OPENAI_BASE_URL", "ANTHROPIC_BASE_URL"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"),
+):
+    os.environ.pop(name, None)
 # Keep the compiled tests, whatever the environment says: compiling is half of the collection.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
