@@ -72,7 +72,7 @@ def agrees(module: Any) -> bool:
 
     expected = module(input_ids=ids).logits[:, 1:].float()
     is_rounded = direct.embedding.dtype != torch.float32 or is_quantized(module)
-    tolerance = 0.1 if is_rounded else 1e-4
+    tolerance = 0.1 if is_rounded else 1e-3
     is_off = (direct_logits - expected).abs() > tolerance * expected.abs().max()
     return not bool(is_off.any())
 
@@ -260,6 +260,8 @@ A call of MKL takes 3 µs, and a call of oneDNN 13 µs, which is more than such 
 """
 SIMD_WIDTH = 32
 """Numbers for which exponentials are computed at a time; the remainder is computed differently."""
+SERIAL_NUMBERS = 32768
+"""Numbers up to which torch computes in one thread. Several would each have a remainder."""
 
 
 class TorchLinear:
@@ -282,7 +284,9 @@ class TorchLinear:
         width = len(self.weight)
         padded = states.new_zeros(len(states), -(-width // SIMD_WIDTH) * SIMD_WIDTH)
         padded[:, :width] = self(states)
-        return silu(padded, inplace=True)[:, :width]
+        for numbers in padded.view(-1).split(SERIAL_NUMBERS):
+            silu(numbers, inplace=True)
+        return padded[:, :width]
 
     def times(self, other: Tensor, states: Tensor) -> Tensor:
         """Return the layer's result times `other`, which may be overwritten."""

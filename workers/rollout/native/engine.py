@@ -8,9 +8,10 @@
 
 In float32 on a CPU, a sample's tokens and log-probs have the same bits in any batch, except with a
 mixture of experts. This has four reasons. A pass has at least `direct_forward.fewest_rows` rows,
-because the bits of a linear layer differ with fewer rows. It runs on one CPU thread, because
-several threads would split the rows in a way that depends on their number. Attention covers whole
-blocks of columns (`native.kv_cache`). The noise is keyed by the sample (`rollout.sampling`).
+because the bits of a linear layer differ with fewer rows. Threads share a pass such that each
+computes whole blocks of numbers (`MAX_MODULE_THREADS`, `direct_forward.SERIAL_NUMBERS`). Attention
+covers whole blocks of columns (`native.kv_cache`). The noise is keyed by the sample
+(`rollout.sampling`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ import transformers
 from numpy.typing import NDArray
 from torch import Tensor
 
+from verl_like.process.threads import computing_with
 from workers.models.lora import merged_tensors
 from workers.models.routing import RecordedChoices
 from workers.models.state import named_state
@@ -113,7 +115,7 @@ class NativeRolloutEngine(ModuleRolloutEngine):
         num_slots = slots_that_fit(
             self.config, width, first_weight.dtype, limits.kv_cache_gib, least
         )
-        self.max_active = min(limits.max_num_seqs, num_slots)
+        self.max_active = min(limits.max_num_seqs, num_slots // least * least)
         self.cache_memory = CacheMemory()
         self.turn_cache = TurnCache(int(limits.kv_cache_gib * 2**30))
         self._scheduler: Scheduler | None = None
@@ -140,7 +142,13 @@ class NativeRolloutEngine(ModuleRolloutEngine):
         scheduler = self._scheduler
         assert scheduler is not None, "`_submit` creates it"
         is_direct = scheduler.forward_class is DirectForward
-        with _inference(self.module), torch.inference_mode() if is_direct else nullcontext():
+        threads = torch.get_num_threads()
+        with ExitStack() as context:
+            context.enter_context(_inference(self.module))
+            if is_direct:
+                context.enter_context(torch.inference_mode())
+            else:
+                context.enter_context(computing_with(min(threads, MAX_MODULE_THREADS)))
             finished = scheduler.run(budget)
         if scheduler.is_empty:
             self._scheduler = None
@@ -178,25 +186,28 @@ class NativeRolloutEngine(ModuleRolloutEngine):
 
 @contextmanager
 def _inference(module: Any) -> Iterator[None]:
-    """Context with evaluation mode, no gradients, one CPU thread, and `grouped_decoding`."""
-    num_threads = torch.get_num_threads()
+    """Context with evaluation mode, no gradients, and `grouped_decoding`."""
     was_training = module.training
     if any(part.training for part in module.modules()):  # `eval` costs more than this check
         module.eval()
-    torch.set_num_threads(1)
     try:
         with torch.no_grad(), grouped_decoding(module):
             yield
     finally:
         if was_training:
             module.train()
-        torch.set_num_threads(num_threads)
 
 
 ROWS_STEP = 16
 """The number of rows of a larger pass is rounded up to a multiple of this.
 
 oneDNN builds a kernel for every number of rows, so there should be few different numbers.
+"""
+MAX_MODULE_THREADS = 2
+"""Maximum number of threads of a pass through the module.
+
+Torch divides the numbers of an activation function by the threads, and computes the last numbers
+of each thread differently. Each of two threads gets half of the rows, which are whole vectors.
 """
 PREFILL_PROMPTS = 64
 """Maximum number of distinct texts in a prefill pass, to bound its memory."""
@@ -335,7 +346,7 @@ class Scheduler:
 
         num_running = self.num_active + len(self.waiting)
         self.max_active = max(self.max_active, min(self.most_active, num_running))
-        num_slots = max(self.fewest_rows, self.max_active)
+        num_slots = -(-self.max_active // self.fewest_rows) * self.fewest_rows
         longest = max((len(entry.sample.prompt) for entry in self.waiting), default=0)
         longest = max(longest, *self.table.prompt_lengths[: self.num_active].tolist(), 0)
         widest = slot_width(self.config, longest, self.sampling.max_tokens)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.workers.rollout_engines import trainer_log_probs
+from verl_like.process.threads import computing_with
 from workers.rollout.base import EngineLimits, SamplingParams
 from workers.rollout.native import direct_forward
 from workers.rollout.native import engine as native_rollout
@@ -159,6 +160,25 @@ def test_the_length_of_other_samples_changes_no_bit(
         for row, output in generate(model, prompts, rows, max_num_seqs).items():
             assert output.tokens.tolist() == whole[row].tokens.tolist()
             assert torch.equal(output.log_probs, whole[row].log_probs)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("shape", [(576, 192), (1536, 576)])  # SmolLM2-135M's
+@pytest.mark.parametrize(("by_onednn", "least"), [(True, 4), (False, 16)])
+def test_rows_of_linear_layers_have_the_same_bits_with_any_number_of_threads(
+    by_onednn: bool, least: int, shape: tuple[int, int], threads: int
+) -> None:
+    torch.manual_seed(0)
+    layer = direct_forward.build_linear(torch.nn.Linear(*shape), by_onednn)
+    states, other = torch.randn(272, shape[0]), torch.randn(272, shape[1])
+    with torch.no_grad():
+        expected = [layer(states), layer.silu(states), layer.added_to(other.clone(), states)]
+        with computing_with(threads):
+            for rows in sorted({native_rollout.rows_of_pass(n, least) for n in range(1, 272)}):
+                some, to = states[:rows], other[:rows].clone()
+                results = layer(some), layer.silu(some), layer.added_to(to, some)
+                for result, whole in zip(results, expected, strict=True):
+                    assert torch.equal(result, whole[:rows])
 
 
 @pytest.mark.parametrize(("least", "fewest"), [(4, [4, 8]), (16, [])])

@@ -25,6 +25,7 @@ from tests.workers.rollout_engines import (
 from tests.workers.samples import tiny_config
 from verl_like.batch.protocol import Shard
 from verl_like.errors import ConfigError, RolloutError, WeightSyncError
+from verl_like.process.threads import computing_with
 from workers.roles.rollout import RolloutWorker
 from workers.rollout.base import EngineLimits
 from workers.rollout.native.direct_forward import MIN_ROWS_OF_MKL
@@ -40,25 +41,41 @@ def prompts() -> list[list[int]]:
     return [*prompts, prompts[0]]
 
 
-def engine_of(model: Any, max_num_seqs: int = 256) -> NativeRolloutEngine:
-    limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=max_num_seqs)
+def engine_of(model: Any, limits: EngineLimits | None = None) -> NativeRolloutEngine:
+    limits = limits or EngineLimits(prompt_width=PROMPT, response_width=RESPONSE)
     engine = NativeRolloutEngine(model, limits, owns_weights=False)
     engine.commit(0)
     return engine
 
 
+@pytest.mark.parametrize(
+    ("family", "threads", "max_num_seqs"), [("Llama", 3, 5), ("Llama", 16, 19), ("GPT2", 3, 5)]
+)
 def test_the_number_of_threads_changes_no_bit_of_a_sample(
-    model: Any, prompts: list[list[int]]
+    family: str, threads: int, max_num_seqs: int
 ) -> None:
-    requests = requests_of(prompts)
-    expected = engine_of(model).generate(requests, settings())
-    engine = engine_of(model, max_num_seqs=5)
-    torch.set_num_threads(2)
-    try:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {
+        "Llama": {"intermediate_size": 344},
+        "GPT2": {"n_inner": 860, "activation_function": "silu"},
+    }[family]
+    config = getattr(transformers, f"{family}Config")(
+        **{"vocab_size": VOCAB, "hidden_size": 64, "initializer_range": 0.1},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 128},
+        **{"bos_token_id": 0, "eos_token_id": 2, **sizes},
+    )
+    wide = transformers.AutoModelForCausalLM.from_config(config).eval()
+    random = np.random.default_rng(0)
+    texts = [random.integers(8, VOCAB, size=n).tolist() for n in random.integers(1, 61, size=26)]
+    requests = requests_of(texts)
+    limits = EngineLimits(prompt_width=60, response_width=RESPONSE, max_num_seqs=256)
+    expected = engine_of(wide, limits).generate(requests, settings())
+    engine = engine_of(wide, dataclasses.replace(limits, max_num_seqs=max_num_seqs))
+    with computing_with(threads):
         outputs = engine.generate(requests, settings())
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)
+        assert torch.get_num_threads() == threads
     for sample, other in zip(outputs, expected, strict=True):
         assert_same(sample, other, engine)
 
@@ -119,7 +136,8 @@ def test_passes_compute_few_rows_beyond_the_generated_tokens(
     model: Any, prompts: list[list[int]]
 ) -> None:
     with shapes_of_passes(model) as shapes:
-        outputs = engine_of(model, max_num_seqs=32).generate(requests_of(prompts * 3), settings())
+        limits = EngineLimits(prompt_width=PROMPT, response_width=RESPONSE, max_num_seqs=32)
+        outputs = engine_of(model, limits).generate(requests_of(prompts * 3), settings())
     decoded = [rows for rows, width in shapes if width == 1]
     needed = sum(len(output.tokens) - 1 for output in outputs)
     assert needed <= sum(decoded) <= needed + MIN_ROWS_OF_MKL * RESPONSE
