@@ -1,6 +1,6 @@
 """Measure the speed of GRPO runs, compared with TRL.
 
-    python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed]
+    python benchmarks/bench_ppo.py --trl-python PATH [--only grpo,tailed] [--threads 2]
 
 The script prints JSON. PATH is the Python of an environment with TRL 1.16 and the same torch;
 without it, only verl-like is measured, with and without `model.compile=on`. Every side has its own
@@ -33,24 +33,27 @@ LIMITS = {
 """Smallest values that are good enough."""
 
 
-def ask_timed(python: str, *arguments: str) -> tuple[Any, float]:
+def ask_timed(python: str, *arguments: str, threads: int) -> tuple[Any, float]:
     """Return the output of a side, and its wall time."""
     began = time.perf_counter()
-    answer = ask(python, *arguments)
+    answer = ask(python, *arguments, threads=threads)
     return answer, time.perf_counter() - began
 
 
-def compare(folder: Path, kind: str, pythons: dict[str, str], rounds: int) -> dict[str, float]:
+def compare(
+    folder: Path, kind: str, pythons: dict[str, str], rounds: int, threads: int
+) -> dict[str, float]:
     """Return the steps per second of every side, and its mean reward around step 20 over seeds."""
     seconds: dict[str, list[float]] = {side: [] for side in pythons}
     reward: dict[str, list[float]] = {side: [] for side in pythons}
     if "compiled" in pythons:  # fills torch's cache of compiled code for later runs
-        ask(pythons["compiled"], str(HERE / "grpo_side.py"), "compiled", str(folder), kind, "1")
+        run = (str(HERE / "grpo_side.py"), "compiled", str(folder), kind)
+        ask(pythons["compiled"], *run, "1", threads=threads)
     for seed in range(1, rounds + 1):
         for side, python in pythons.items():
             run = (str(HERE / "grpo_side.py"), side, str(folder), kind)
-            _, short = ask_timed(python, *run, "5", str(seed))
-            rewards, long = ask_timed(python, *run, "25", str(seed))
+            _, short = ask_timed(python, *run, "5", str(seed), threads=threads)
+            rewards, long = ask_timed(python, *run, "25", str(seed), threads=threads)
             reward[side].append(statistics.mean(rewards[17:22]))
             seconds[side].append((long - short) / 20)
 
@@ -73,6 +76,7 @@ def main() -> None:
     parser.add_argument("--trl-python", help="Python of an environment with TRL 1.16")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="grpo,tailed")
+    parser.add_argument("--threads", type=int, default=1, help="of every side")
     options = parser.parse_args()
 
     pythons = {"ours": sys.executable, "compiled": sys.executable} | (
@@ -84,7 +88,7 @@ def main() -> None:
         ask(sys.executable, str(HERE / "grpo_side.py"), "make", name)
         for section in options.only.split(","):
             kind = "fixed" if section == "grpo" else "tailed"
-            results = compare(folder, kind, pythons, options.rounds)
+            results = compare(folder, kind, pythons, options.rounds, options.threads)
             figures |= {f"{section}.{key}": value for key, value in results.items()}
 
     limits = {

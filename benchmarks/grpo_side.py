@@ -25,6 +25,8 @@ from typing import Any
 from sides import MODEL, tokenizer_of_model
 
 NUM_PROMPTS, NUM_SAMPLES, LEARNING_RATE = 64, 4, 1e-3
+NUM_THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+"""Number of threads with which either side computes."""
 WIDTHS = {"fixed": 32, "tailed": 256}
 
 
@@ -77,6 +79,7 @@ def ours(
             "trainer.n_gpus_per_node=1",
             "trainer.device=cpu",
             "trainer.logger=[]",
+            f"trainer.threads_per_process={NUM_THREADS}",
             f"actor_rollout_ref.model.path={folder / kind}",
             f"actor_rollout_ref.model.compile={compiles}",
             f"data.train_files={folder}/train.parquet",
@@ -155,7 +158,7 @@ def main() -> None:
     """Parse the command line, and run the benchmark."""
     import torch
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(NUM_THREADS)
     command, folder = sys.argv[1], Path(sys.argv[2])
     if command == "make":
         folder.mkdir(parents=True, exist_ok=True)

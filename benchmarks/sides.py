@@ -1,4 +1,4 @@
-"""Run the sides of a comparison, each in a separate process with one thread."""
+"""Run the sides of a comparison, each in a separate process with the same number of threads."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ENV = {
-    **os.environ,
-    **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),
-    "TOKENIZERS_PARALLELISM": "false",
-}
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 MODEL = {
     "vocab_size": 64,
@@ -96,16 +92,19 @@ def actor_worker(policy: Any, device: str, prompt: int, response: int) -> Any:
     )
 
 
-def ask(python: str, *arguments: str) -> Any:
+def ask(python: str, *arguments: str, threads: int = 1) -> Any:
     """Return the JSON that a Python process prints last; our scripts can import this checkout."""
-    ours = {"PYTHONPATH": str(HERE.parent)} if python == sys.executable else {}
+    environment = os.environ | dict.fromkeys(THREADS, str(threads))
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    if python == sys.executable:
+        environment["PYTHONPATH"] = str(HERE.parent)
     done = subprocess.run(
         [python, *arguments],
         capture_output=True,
         text=True,
         check=False,
         timeout=3600,
-        env=ENV | ours,
+        env=environment,
     )
     if done.returncode:
         sys.exit(f"{' '.join(arguments)[:200]} failed:\n{done.stderr[-3000:]}")

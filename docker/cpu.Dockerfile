@@ -15,5 +15,5 @@ RUN (export ${TORCH_INDEX:+PIP_INDEX_URL="$TORCH_INDEX"} && pip install --no-cac
 RUN useradd --create-home --home-dir /workspace user
 USER user
 WORKDIR /workspace
-ENV OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+ENV TOKENIZERS_PARALLELISM=false
 ENTRYPOINT ["verl-like"]

@@ -9,7 +9,7 @@ else
     source tools/install.sh
     install_project
 fi
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export TOKENIZERS_PARALLELISM=false
 verl_like=("$py" -c "from trainer.cli.main import main; main()") # the command verl-like, of this Python and checkout
 common=(trainer.backend=local trainer.n_gpus_per_node=1 trainer.device=cpu)
 

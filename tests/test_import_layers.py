@@ -68,6 +68,7 @@ ORDER: dict[str, list[tuple[str, ...]]] = {
         ("memory", "recovery", "observers"),
         ("run_state",),
         ("loop",),
+        ("threads",),
         ("launch",),
         ("stubs",),
         ("rollouts", "rows"),

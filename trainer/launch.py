@@ -19,8 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainer.config.devices import run_devices
 from trainer.config.schema import RunConfig
 from trainer.groups.nodes import joined_cluster, plan_on
@@ -36,11 +34,13 @@ from trainer.run_folder.resume import ResumePoint
 from trainer.run_folder.signals import StopSignals
 from trainer.run_folder.tracking import BUILT_IN
 from trainer.run_state import Run
+from trainer.threads import describe_threads, with_threads
 from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.files import is_remote, why_not_writable
 from verl_like.placement.plan import Placement
 from verl_like.placement.pools import NodeSpec
 from verl_like.process.sandbox import reject_nested_run
+from verl_like.process.threads import computing_with
 from verl_like.registry import check_methods, load_object
 from verl_like.terminal import printable
 
@@ -96,6 +96,7 @@ def run_steps(
             from trainer.run_folder.remote import local_run_folder
 
             config = at_end.enter_context(local_run_folder(config))
+        config = with_threads(config)
         # a folder that this run cannot resume is rejected before anything is read
         lock = at_end.enter_context(FolderLock(config.trainer.default_local_dir))
         nothing_left = ResumePoint(config).finished_message
@@ -143,6 +144,7 @@ def check(
         from trainer.run_folder.remote import without_remote_folders
 
         config = without_remote_folders(config)
+    config = with_threads(config)
     with reproducible_arithmetic():
         try:
             lines = preflight_lines(config, trainer_cls)
@@ -270,13 +272,9 @@ class Attempts:
 
 @contextmanager
 def reproducible_arithmetic() -> Iterator[None]:
-    """Compute with one thread, so that sums do not depend on the number of cores."""
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    """Compute with one thread in the driver, except in calls of workers in its process."""
+    with computing_with(1):
         yield
-    finally:
-        torch.set_num_threads(threads_before)
 
 
 def show_plan(placement: Placement, config: RunConfig, trainer_cls: type[Trainer]) -> None:
@@ -298,7 +296,7 @@ def describe_plan(
     if not full and trainer.device == "auto" and trainer.n_gpus_per_node > 1:
         if "cpu" in {pool.device_kind for pool in placement.pools.values()}:
             parts.append("note: no GPU was found, so a process starts for each CPU slot.")
-    parts.append(describe_saving(config, trainer_cls))
+    parts += [describe_threads(config), describe_saving(config, trainer_cls)]
     if not full:
         parts.append("With --full, `verl-like check` prints the whole plan.")
     return ("\n\n" if full else "\n").join(printable(part) for part in parts if part)

@@ -15,7 +15,7 @@ py=${PYTHON:-.venv/bin/python}
 [ -x "$py" ] || py=$(command -v python3)
 run_dir=${RUN_DIR:-runs/agents/$which}
 rows=$run_dir/tiny/rows.jsonl
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export TOKENIZERS_PARALLELISM=false
 
 several_updates="actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_epochs=2"
 case $which in

@@ -29,7 +29,7 @@ if [ "${TINY:-0}" = 1 ]; then
         trainer.total_epochs=1
         trainer.test_freq=0
     )
-    export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+    export TOKENIZERS_PARALLELISM=false
     [ -e "$data/test.jsonl" ] || "$py" "$root/examples/tiny/make_gsm8k.py" "$data" 2>/dev/null
     "$py" "$root/examples/data/prepare_gsm8k.py" "$data" "$data/train.jsonl" "$data/test.jsonl"
 elif [ ! -e "$data/train.parquet" ]; then

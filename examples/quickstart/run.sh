@@ -32,7 +32,7 @@ elif [ -s "$run_dir/metrics.jsonl" ]; then
 fi
 
 if [ ! -e "$run_dir/tiny/val.parquet" ]; then "$py" examples/tiny/make.py "$run_dir/tiny" --sums >/dev/null 2>&1; fi
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false RAY_DEDUP_LOGS=0
+export TOKENIZERS_PARALLELISM=false RAY_DEDUP_LOGS=0
 code=0 # on a signal the run stops its workers and writes its report; then this script prints where
 stoppable "$py" examples/quickstart/watch.py "$py" -P -m trainer.main_ppo \
     ${places[@]+"${places[@]}"} \

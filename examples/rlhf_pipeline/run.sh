@@ -10,7 +10,7 @@ py=${PYTHON:-.venv/bin/python}
 [ -x "$py" ] || py=$(command -v python3)
 run_dir=${RUN_DIR:-runs/rlhf_pipeline}
 data=$run_dir/data
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export TOKENIZERS_PARALLELISM=false
 
 if ! "$py" -c "import trainer" 2>/dev/null; then
     echo "$py does not have this project: bash examples/quickstart/run.sh installs it into .venv, or set PYTHON=<a Python that has it>" >&2

@@ -120,7 +120,7 @@ for change in "${changes[@]}"; do
         if [ "~${setting%%=*}" = "$change" ]; then echo "  ${change#?}: ${setting#*=} -> unset"; fi
     done
 done
-export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+export TOKENIZERS_PARALLELISM=false
 source "$root/examples/stoppable.sh"
 echo "Make a tiny chat model, fine-tuned until it solves about a third of the sums:"
 "$py" "$root/examples/tiny/make_gsm8k.py" "$run_dir/data" 2>/dev/null

@@ -231,6 +231,10 @@ class Adder(Worker):
         return os.environ.get(name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def num_threads(self) -> int:
+        return torch.get_num_threads()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def allreduce(self) -> float:
         self.open_process_group()
         value = torch.tensor(float(self.rank + 1))

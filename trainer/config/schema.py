@@ -121,6 +121,14 @@ class TrainerConfig(Section):
     """
     device: str = config_field("auto", choices=("auto", "cpu", "cuda"), elsewhere={"gpu": "cuda"})
     """`auto`: GPUs if there are any, otherwise CPUs."""
+    threads_per_process: int | None = config_field(
+        None, above=0, hint="or null to choose it at the start", may_change_on_resume=False
+    )
+    """CPU threads with which torch computes in each worker process. null: the cores (at most
+    OMP_NUM_THREADS, if it is set) divided by the node's worker processes; on GPUs, and if no model
+    has 5 million weights, 1. A resumed or replayed run keeps its number, because the bits of sums
+    depend on it.
+    """
     seed: int = config_field(1, at_least=0, may_change_on_resume=False)
     """Seed of data order, sampling and new heads."""
     project_name: str = config_field("verl_like", allows="a name")

@@ -67,6 +67,7 @@ class PoolStarter:
         recipes = {r: ClassWithInitArgs(c, self.config.for_role(r)) for r, c in classes.items()}
         recipe = create_colocated_worker_cls(recipes)
         options: dict[str, Any] = {"seed": trainer.seed, "deadlines": self.limits}
+        options["threads"] = trainer.threads_per_process or 1
         options["log_dir"] = str(Path(trainer.default_local_dir).resolve() / "logs")
         if trainer.backend == "ray":
             from verl_like.backends.ray import RayResourcePool, RayWorkerGroup

@@ -72,6 +72,8 @@ from workers.training.checkpoints.manifest import MANIFEST, MARKER, reject_missi
 
 logger = logging.getLogger(__name__)
 CONFIG_FILE, CHANGES_FILE = "config.yaml", "changes.jsonl"
+THREADS = "trainer.threads_per_process"
+"""A key without which runs of earlier versions computed with one thread."""
 PACKAGES = (
     "verl-like",
     "torch",
@@ -142,9 +144,13 @@ def saved_tree(folder: Path) -> Any:
             "trainer.default_local_dir of a run."
         )
     try:
-        return OmegaConf.create(checked_yaml(path.read_text(encoding="utf-8")))
+        tree: Any = OmegaConf.create(checked_yaml(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a run's configuration: {error}") from error
+    section, _, name = THREADS.partition(".")
+    if OmegaConf.is_dict(tree) and OmegaConf.is_dict(tree.get(section)):
+        tree[section].setdefault(name, 1)
+    return tree
 
 
 def saved_config(folder: Path) -> dict[str, Any]:
@@ -188,14 +194,20 @@ def _note_changes(folder: Path, config: RunConfig) -> None:
             file.write(json_line({"step": step, "keys": keys}))
 
 
+def has_metrics(folder: Path) -> bool:
+    """Return whether the folder has metrics of a run, and its configuration."""
+    metrics, saved = folder / "metrics.jsonl", folder / CONFIG_FILE
+    return metrics.is_file() and metrics.stat().st_size > 0 and saved.is_file()
+
+
 def _reject_other_run(folder: Path, config: RunConfig) -> None:
     """Raise if the folder has metrics of a run with another configuration.
 
     A folder with a checkpoint is checked by `trainer.run_folder.resume`.
     """
-    metrics, saved = folder / "metrics.jsonl", folder / CONFIG_FILE
-    has_metrics = metrics.is_file() and metrics.stat().st_size > 0 and saved.is_file()
-    if config.trainer.resume_mode != "auto" or not has_metrics or any(folder.glob("global_step_*")):
+    if config.trainer.resume_mode != "auto" or not has_metrics(folder):
+        return
+    if any(folder.glob("global_step_*")):
         return
     before, now = saved_config(folder), flat_config(config)
     differs = keys_that_differ(type(config), before, now)
@@ -246,6 +258,7 @@ def read_marker(folder: Path) -> dict[str, Any]:
         for key in marker["config"]:
             if key.startswith("role_workers."):
                 marker["config"][key] = where_it_is_now(marker["config"][key])
+        marker["config"].setdefault(THREADS, 1)
         marker["files"].pop(MARKER, None)  # older runs listed a copy of their start model's marker
         of_name = re.fullmatch(STEP_FOLDER, folder.name)
         if of_name and int(of_name[1]) != marker["step"]:

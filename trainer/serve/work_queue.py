@@ -32,6 +32,7 @@ from trainer.serve.pending import PendingResult, RequestError
 from trainer.serve.rows import Limits
 from trainer.serve.sampling import SampleRequest, SamplingLoop
 from trainer.serve.training_ops import TrainingOps
+from trainer.threads import with_threads
 from workers.models.folder import model_folder, read_hf_config
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,7 @@ def started(config: Any, aliases: Mapping[str, str] | None = None) -> Iterator[W
     """Context with a `WorkQueue` for this configuration, whose groups have loaded their models."""
     with ExitStack() as at_end:
         at_end.enter_context(reproducible_arithmetic())
+        config = with_threads(config)
         folder = Path(config.trainer.default_local_dir)
         folder.mkdir(parents=True, exist_ok=True)
         at_end.enter_context(FolderLock(folder))

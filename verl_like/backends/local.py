@@ -30,6 +30,7 @@ from verl_like.placement.pools import ResourcePool
 from verl_like.process.child import start_child
 from verl_like.process.host import RoleConstructors, WorkerHost, pack_constructors
 from verl_like.process.info import ONE_THREAD, ProcessInfo, checked_worker_env
+from verl_like.process.threads import computing_with
 from verl_like.process.worker import Worker
 
 
@@ -49,6 +50,7 @@ class LocalWorkerGroup(WorkerGroup):
         worker_env: environment variables of child processes.
         deadlines: limits of the waits, in seconds; None takes the defaults.
         seed: seed of the workers' random numbers.
+        threads: number of threads with which torch computes in each process on a CPU.
         log_dir: folder for a log per role and rank; None writes none.
         master_port: port of the first rank's store; 0 chooses a free one.
         device_name: "cpu", or in this process also "cuda".
@@ -72,6 +74,7 @@ class LocalWorkerGroup(WorkerGroup):
         worker_env: Mapping[str, str] | None = None,
         deadlines: Deadlines | None = None,
         seed: int = 0,
+        threads: int = 1,
         log_dir: str | None = None,
         master_port: int = 0,
         device_name: str = "cpu",
@@ -89,7 +92,12 @@ class LocalWorkerGroup(WorkerGroup):
         constructors = ray_cls_with_init.constructors(name_prefix)
         limits, env = deadlines or Deadlines(), checked_worker_env(worker_env)
         processes = resource_pool.process_infos(
-            "+".join(constructors), limits, device_kind=device_name, seed=seed, log_dir=log_dir
+            "+".join(constructors),
+            limits,
+            device_kind=device_name,
+            seed=seed,
+            threads=threads,
+            log_dir=log_dir,
         )
         transport: Transport
         if resource_pool.world_size == 1 and not own_processes:
@@ -148,7 +156,7 @@ class InlineTransport(Transport):
 
     def _construct(self, work: Callable[[], Header]) -> None:
         answer = Future[Header]()
-        with _one_call:
+        with _one_call, computing_with(self.processes[0].threads):
             answer.set_result(work())
         self.started = wait_for_start(self, [answer])
 
@@ -165,7 +173,7 @@ class InlineTransport(Transport):
             answer = Future()
             # the host copies batches
             values = [v if isinstance(v, DataProto) else copy.deepcopy(v) for v in resolve(parts)]
-            with _one_call:
+            with _one_call, computing_with(self.processes[0].threads):
                 answer.set_result(self._run(isolated, values))
         return Pending(rank, AnswerPart(answer, 0), AnswerPart(answer, 1), call.role)
 

@@ -198,6 +198,7 @@ class RequestServer:
     def _run(self, method: str, arguments: Sequence[Any]) -> Any:
         if method == "host":
             self._host = WorkerHost(*arguments)
+            torch.set_num_threads(self._host.process_info.threads)
             return None
         if method == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -217,7 +218,6 @@ def main(connection: Connection) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
     calls: queue.Queue[tuple[int, str, Load]] = queue.Queue()
     answering = RequestServer(connection)
 

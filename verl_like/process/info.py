@@ -39,6 +39,8 @@ class ProcessInfo:
     """Index of the process's GPU among the GPUs that it sees; set inside the process, None on
     CPUs."""
     seed: int = 0
+    threads: int = 1
+    """Threads with which torch computes calls of the process on a CPU."""
     log_dir: str | None = None
     rendezvous_s: float = 300.0
     call_s: float = 7200.0

@@ -15,9 +15,16 @@ ON_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 """Names of the loopback interface, which other machines cannot reach."""
 
 
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores(container: Path = CONTAINER) -> int:
+    """Return the number of CPU cores that this process may use.
+
+    The quota of the control group at `container` counts in whole cores, and as at least one.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with contextlib.suppress(OSError, ValueError):  # no quota
+        quota, period = map(int, (container / "cpu.max").read_text(encoding="ascii").split())
+        return max(1, min(cores or 1, quota // period))
+    return cores or 1
 
 
 def address_toward(host: str) -> str:

@@ -140,6 +140,11 @@ class _Described:
     config: ModelConfig = field(compare=False)
 
 
+def _described(config: ModelConfig, head: Head) -> _Described:
+    config = replace(config, enable_gradient_checkpointing=None)  # has no effect on shapes
+    return _Described(repr(config), described_by(config), head, config)
+
+
 def model_shapes(
     config: ModelConfig,
     head: Head,
@@ -151,11 +156,15 @@ def model_shapes(
 
     `tp` and `stage` select what one rank has.
     """
-    config = replace(config, enable_gradient_checkpointing=None)  # has no effect on shapes
-    model = _Described(repr(config), described_by(config), head, config)
+    model = _described(config, head)
     if stage is None:
         return _unsplit(model, compute, tp)
     return _stage_shapes(model, compute, tp, replace(stage, rank=0))[stage.rank]
+
+
+def count_weights(config: ModelConfig, head: Head) -> int:
+    """Return the number of weights of the model in `config.path`, which are not loaded."""
+    return sum(_counted(_described(config, head)).numels.values())
 
 
 class CountedWeights:

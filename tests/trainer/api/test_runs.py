@@ -29,6 +29,7 @@ from trainer.config.settings import flat_settings, overrides_of
 from trainer.hooks import Hooks
 from trainer.ppo.recipe import PPO as PPO_RECIPE
 from trainer.sft.recipe import SFT as SFT_RECIPE
+from trainer.threads import with_threads
 from verl_like.errors import CallbackError, ConfigError
 
 PROMPTS = [{"prompt": f"say {letter}", "letter": letter} for letter in "abcdefgh"]
@@ -111,7 +112,7 @@ def test_the_command_line_has_the_same_configuration(
     main_ppo.main()
     assert command == "ppo"
     assert "trainer.save_freq=0" in arguments
-    assert config_hash(configs[0]) == result.config_hash
+    assert config_hash(with_threads(configs[0])) == result.config_hash
 
     saved = ppo.folder / "config.yaml"
     assert saved.read_text().startswith(f"# config hash {result.config_hash}\n")
@@ -240,7 +241,8 @@ def test_sft_trains_the_last_rows_and_calls_its_hooks(tiny_dir: Path, tmp_path: 
     ]
     _, command, *arguments = shlex.split(ppo.command())
     assert command == "sft"
-    assert config_hash(load_config(arguments, SFT_RECIPE)) == result.config_hash
+    config = with_threads(load_config(arguments, SFT_RECIPE))
+    assert config_hash(config) == result.config_hash
 
 
 def test_an_error_of_a_callback_names_it_and_ends_the_run(tiny_dir: Path, tmp_path: Path) -> None:

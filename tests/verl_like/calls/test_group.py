@@ -315,6 +315,13 @@ def test_worker_env_reaches_the_workers(backend) -> None:
         assert group.variable("OMP_NUM_THREADS") == ["1", "1"]
 
 
+def test_workers_compute_with_the_threads_of_their_group(backend) -> None:
+    for threads in (2, 1):
+        with start(backend[0], {"a": (Adder, ())}, backend[1], threads=threads) as group:
+            assert set(group.num_threads()) == {threads}
+    assert torch.get_num_threads() == 1
+
+
 def test_a_call_after_shutdown_raises_in_every_group() -> None:
     roles = {"first": (Adder, (1,)), "second": (Adder, (2,))}
     with start("inline", roles, [1]) as fused:

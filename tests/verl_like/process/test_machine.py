@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.waiting import wait_until
-from verl_like.process.machine import children, process_state, resident_bytes
+from verl_like.process.machine import children, process_state, resident_bytes, usable_cores
 
 
 def test_process_state_follows_a_process_to_its_end(tmp_path: Path) -> None:
@@ -47,3 +47,14 @@ def test_resident_bytes_grow_with_allocated_memory() -> None:
     if before is None or after is None:
         pytest.skip("this system does not say")
     assert after - before > 0.8 * size
+
+
+@pytest.mark.parametrize(
+    ("quota", "cores"), [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1)]
+)
+def test_a_quota_of_the_container_limits_the_cores(
+    quota: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert usable_cores(tmp_path) == cores

@@ -81,6 +81,7 @@ class RayWorkerGroup(_RunningWorkers):
         worker_env: environment variables of the processes.
         deadlines: limits of the waits, in seconds; by default those of the pool.
         seed: seed of the workers' random numbers.
+        threads: number of threads with which torch computes in each process on a CPU.
         log_dir: folder for a log per role and rank; None writes none.
         master_port: port of the first rank's store; 0 chooses a free one.
         device_name: "cpu" or "cuda"; by default the pool's devices.
@@ -101,6 +102,7 @@ class RayWorkerGroup(_RunningWorkers):
         worker_env: Mapping[str, str] | None = None,
         deadlines: Deadlines | None = None,
         seed: int = 0,
+        threads: int = 1,
         log_dir: str | None = None,
         master_port: int = 0,
         device_name: str | None = None,
@@ -136,6 +138,7 @@ class RayWorkerGroup(_RunningWorkers):
             limits,
             device_kind=device_name or pool_device,
             seed=seed,
+            threads=threads,
             log_dir=log_dir,
             # dead nodes count, too: they may come back, and their processes must reach these
             one_node=len(ray.nodes()) == 1,

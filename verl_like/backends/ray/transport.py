@@ -76,7 +76,7 @@ class RayHost:
         prefer_local_packages(local_packages)
         import torch
 
-        torch.set_num_threads(1)
+        torch.set_num_threads(process_info.threads)
         self._host = WorkerHost(
             constructors, replace(process_info, device_index=_device_index(process_info))
         )
