@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # `X as X` tells type checkers that the name is public
     from trainer.cli.make_tiny import make as make
     from trainer.cli.make_tiny import make_model as make_model
     from trainer.cli.make_tiny import make_tokenizer as make_tokenizer
+    from trainer.cli.tiny_vision import write_vision_model as write_vision_model
 
 [_MODULE_OF] = names_by_block(__file__)
 __all__ = sorted(_MODULE_OF)

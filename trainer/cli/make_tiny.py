@@ -1,5 +1,5 @@
-r"""usage: verl-like make-tiny DIR [--sums] [--seed N] [--num-train N] [--num-val N]
-           [--hidden-size N] [--num-layers N]
+r"""usage: verl-like make-tiny DIR [--sums | --images] [--seed N] [--num-train N]
+           [--num-val N] [--hidden-size N] [--num-layers N]
 
 Writes a tiny model to DIR/model, and prompts to DIR/train.parquet and
 DIR/val.parquet. To train it:
@@ -11,12 +11,14 @@ DIR/val.parquet. To train it:
       data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=16 \
       trainer.total_training_steps=20
 
-Without --sums, the model is a Llama with random weights and a token per
+Without options, the model is a Llama with random weights and a token per
 character. Each prompt asks for a letter; the reward is the fraction of that
 letter in the response.
 
   --sums         sums instead, such as "What is 3 + 4?", in GSM8K's format; the
                  model already solves about a third of them
+  --images       a Qwen2-VL with random weights, and prompts with a picture of the
+                 letter (DIR/pictures); the rows also have messages, for SFT
   --num-train    number of training prompts (default: 300)
   --num-val      number of validation prompts (default: 32)
   --hidden-size  width of the model, a multiple of 8 (default: 64)
@@ -188,6 +190,7 @@ def make(
     folder: str | Path,
     *,
     sums: bool = False,
+    images: bool = False,
     seed: int = 0,
     num_train: int = 300,
     num_val: int = 32,
@@ -196,23 +199,31 @@ def make(
     """Write model, tokenizer and both parquet files into `folder`; `size` goes to `make_model`.
 
     The files have `num_train` and `num_val` prompts, drawn with `seed`. The prompts ask for
-    a letter, or with `sums` for a sum. Return `folder`.
+    a letter, or with `sums` for a sum; with `images`, they show the letter. Return `folder`.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = make_tokenizer(SUM_WORDS, SUM_PATTERN) if sums else make_tokenizer()
-    tokenizer.save_pretrained(folder / "model")
-    model = make_model(tokenizer, seed, **size)
-    if sums:
-        rows = make_sums(num_train, "train", seed)
-        answers = [f"#### {row['reward_model']['ground_truth']}" for row in rows]
-        fit_answers(model, tokenizer, [row["prompt"] for row in rows], answers)
-    model.save_pretrained(folder / "model")
+    if images:
+        from trainer.cli import tiny_vision
+
+        tiny_vision.write_vision_model(folder / "model", make_tokenizer(), seed, **size)
+    else:
+        tokenizer = make_tokenizer(SUM_WORDS, SUM_PATTERN) if sums else make_tokenizer()
+        tokenizer.save_pretrained(folder / "model")
+        model = make_model(tokenizer, seed, **size)
+        if sums:
+            rows = make_sums(num_train, "train", seed)
+            answers = [f"#### {row['reward_model']['ground_truth']}" for row in rows]
+            fit_answers(model, tokenizer, [row["prompt"] for row in rows], answers)
+        model.save_pretrained(folder / "model")
     for split, num_rows in (("train", num_train), ("val", num_val)):
-        rows = (make_sums if sums else make_rows)(num_rows, split, seed)
+        if images:
+            rows = tiny_vision.make_picture_rows(folder, num_rows, split, LETTERS, seed)
+        else:
+            rows = (make_sums if sums else make_rows)(num_rows, split, seed)
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
     return folder
 
@@ -221,7 +232,9 @@ def main(arguments: Sequence[str]) -> None:
     """Run `make` from the command line."""
     parser = argparse.ArgumentParser("verl-like make-tiny", usage_text(__doc__))
     parser.add_argument("folder", metavar="DIR")
-    parser.add_argument("--sums", action="store_true")
+    tasks = parser.add_mutually_exclusive_group()
+    tasks.add_argument("--sums", action="store_true")
+    tasks.add_argument("--images", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-train", type=int, default=300)
     parser.add_argument("--num-val", type=int, default=32)
