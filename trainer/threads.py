@@ -3,7 +3,7 @@
     config = with_threads(config)               # a number instead of null
     print(describe_threads(config))             # Threads: 2 per process (2 cores, 1 process)
 
-The bits of sums depend on the number of threads, so a run keeps its number: it is part of the
+The bits of sums can depend on the number of threads, so a run keeps its number: it is part of the
 configuration in the run folder, and a resume or a replay reads it there.
 """
 

@@ -127,7 +127,7 @@ class TrainerConfig(Section):
     """CPU threads with which torch computes in each worker process. null: the cores (at most
     OMP_NUM_THREADS, if it is set) divided by the node's worker processes; on GPUs, and if no model
     has 5 million weights, 1. A resumed or replayed run keeps its number, because the bits of sums
-    depend on it.
+    can depend on it.
     """
     seed: int = config_field(1, at_least=0, may_change_on_resume=False)
     """Seed of data order, sampling and new heads."""

@@ -141,6 +141,15 @@ def test_lambdas_of_runs_with_truncated_rows_are_named(tmp_path: Path, bootstrap
     )
 
 
+def test_another_number_of_threads_is_a_cause_of_other_gradients(tmp_path: Path) -> None:
+    for name, threads, norm in (("a", 1, 0.5), ("b", 2, 0.51)):
+        recorder = Recorder(tmp_path / name, OURS, {"trainer.threads_per_process": threads})
+        recorder.step(1, {}, grad_norm=norm)
+    finding = bisect(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert finding.stage == "gradients"
+    assert "trainer.threads_per_process is 1 in A and 2 in B" in str(finding.causes)
+
+
 def with_moments(
     folder: Path,
     name: str,

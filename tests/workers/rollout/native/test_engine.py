@@ -57,10 +57,9 @@ def test_the_number_of_threads_changes_no_bit_of_a_sample(
     import transformers
 
     torch.manual_seed(0)
-    sizes = {
-        "Llama": {"intermediate_size": 344},
-        "GPT2": {"n_inner": 860, "activation_function": "silu"},
-    }[family]
+    sizes: dict[str, Any] = {"intermediate_size": 344}
+    if family == "GPT2":
+        sizes = {"n_inner": 860, "activation_function": "silu"}
     config = getattr(transformers, f"{family}Config")(
         **{"vocab_size": VOCAB, "hidden_size": 64, "initializer_range": 0.1},
         **{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 128},
