@@ -184,6 +184,7 @@ def test_columns_have_the_documented_shapes_and_dtypes(recorders: list[Recorder]
     assert rows == {name: (column.shape, column.dtype) for name, column in COLUMNS.items()}
 
 
+@pytest.mark.long
 def test_columns_of_workers_name_the_methods_that_write_them(recorders: list[Recorder]) -> None:
     writers: dict[str, set[str]] = {name: set() for name in COLUMNS}
     for recorder in recorders:
@@ -197,6 +198,7 @@ def test_columns_of_workers_name_the_methods_that_write_them(recorders: list[Rec
     assert named == writers
 
 
+@pytest.mark.long
 def test_columns_of_the_data_loader_are_marked(recorders: list[Recorder]) -> None:
     loaded = recorders[0].received["generate"]
     named = {name for name, column in COLUMNS.items() if column.is_loaded}
