@@ -61,6 +61,7 @@ class Registry(Mapping[str, T]):
         self.__doc__ = f"Each {kind} by name{entry and f': {entry}'}. `register(name)` adds yours."
         self._check = check
         self._entries: dict[str, T] = {}
+        self._paths: dict[str, str] = {}
         self.aliases: set[str] = set()
         """Second names of entries, which errors do not list."""
         _by_kind[kind] = self
@@ -82,14 +83,19 @@ class Registry(Mapping[str, T]):
 
         return enter
 
+    def register_path(self, name: str, path: str) -> None:
+        """Register the object at `module.name`, which is imported when it is looked up."""
+        self._paths[name] = path
+
     def look_up(self, name: str) -> T:
         """Return the entry of that name, or the user's object at that path."""
         if name in self._entries:
             return self._entries[name]
+        name = self._paths.get(name, name)
         if "." not in name and ":" not in name:
-            known = ", ".join(sorted(self._entries.keys() - self.aliases))
+            known = ", ".join(sorted({*self} - self.aliases))
             raise ConfigError(
-                f"unknown {self.kind} {name!r}.{nearest(name, self._entries)} Known: {known}. For "
+                f"unknown {self.kind} {name!r}.{nearest(name, self)} Known: {known}. For "
                 "your own, use module.name or file.py:name."
             )
         loaded: T = _imported(name, f"{self.kind} {name!r}")
@@ -102,16 +108,17 @@ class Registry(Mapping[str, T]):
             self._check(entry, f"{self.kind} {name!r}")
 
     def __getitem__(self, name: str) -> T:
-        return self._entries[name]
+        return self.look_up(name) if name in self._paths else self._entries[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
+        yield from self._entries
+        yield from self._paths
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._paths)
 
     def __repr__(self) -> str:
-        return f"Registry({self.kind!r}: {', '.join(self._entries)})"
+        return f"Registry({self.kind!r}: {', '.join(self)})"
 
 
 def load_object(path: str, setting: str) -> Any:

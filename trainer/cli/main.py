@@ -11,8 +11,7 @@ before a run
   check-environment FILE:CLASS  play an environment without a model
   check-loss FILE.py:NAME       check a loss or estimator on small batches
   doctor                        check this machine
-  make-tiny DIR                 write a tiny model and data for experiments
-  get smollm2 DIR               download a small pretrained model
+  make-tiny DIR, get MODEL DIR  write a tiny model, download a small one
 during and after a run
   watch RUN_DIR                 follow a run in progress in a browser
   join RUN_DIR                  add this machine to a run in progress

@@ -17,8 +17,8 @@ letter in the response.
 
   --sums         sums instead, such as "What is 3 + 4?", in GSM8K's format; the
                  model already solves about a third of them
-  --images       a Qwen2-VL with random weights, and prompts with a picture of the
-                 letter (DIR/pictures); the rows also have messages, for SFT
+  --images       a Qwen2-VL with random weights, and prompts with a picture of
+                 the letter (DIR/pictures); the rows also have messages, for SFT
   --num-train    number of training prompts (default: 300)
   --num-val      number of validation prompts (default: 32)
   --hidden-size  width of the model, a multiple of 8 (default: 64)

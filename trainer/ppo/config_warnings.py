@@ -9,7 +9,10 @@ from collections.abc import Iterator
 
 from trainer.ppo.advantages.registry import ADVANTAGE_ESTIMATORS, wants_kl_in_loss
 from trainer.ppo.config import PPOConfig
+from verl_like.placement.pools import expand_roles
+from workers.config import critic_optim
 from workers.losses.registry import POLICY_LOSSES, LossTraits, clip_widths, traits_of
+from workers.training.schedule_notes import schedule_notes
 
 ACTOR = "actor_rollout_ref.actor"
 WIDEST_RANGE_OF_SEQUENCES = 0.05
@@ -108,3 +111,13 @@ def contradictions(config: PPOConfig) -> Iterator[tuple[str, str]]:
             "changes its score within the group. GRPO puts the KL into the loss: set "
             f"{ACTOR}.use_kl_loss=true.",
         )
+
+
+def learning_rate_notes(config: PPOConfig, total_steps: int) -> list[str]:
+    """Return notes on learning rates that are 0, or that the warm-up never reaches."""
+    actor = config.actor_rollout_ref.actor.optim
+    num_updates = total_steps - config.trainer.critic_warmup
+    notes = schedule_notes("actor_rollout_ref.actor.optim", actor, num_updates)
+    if "critic" in expand_roles(config.role_mapping):
+        notes += schedule_notes("critic.optim", critic_optim(config), total_steps)
+    return notes

@@ -28,17 +28,15 @@ from trainer.ppo.metrics import compute_data_metrics
 from trainer.ppo.roles import declared_models, recipe_workers
 from trainer.ppo.updating import make_ptx_loader
 from trainer.rollouts import preflight
-from trainer.rollouts.preflight import reject_wrong_results, try_rewards
+from trainer.rollouts.preflight import reject_wrong_results
 from trainer.run_folder.metrics import headline
 from trainer.run_state import RunRecipe
 from verl_like.errors import ConfigError
-from verl_like.placement.pools import expand_roles
 from workers.config import critic_optim, has_environment, replays_routing, scores_by_rule
 from workers.models.folder import check_same_tokenizer, set_template_variables
 from workers.models.memory_shapes import check_adapter, meta_model
 from workers.rewards.weighted import make_rewards
 from workers.rollout.build_engine import check_notes_routing, resolve_engine
-from workers.training.optim import schedule_notes
 
 
 def prepare(config: PPOConfig, at_end: ExitStack) -> tuple[Any, ...]:
@@ -97,7 +95,9 @@ def resolve(config: Any) -> Any:
 def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     """Describe prompts and rewards; check that the rewards return the names that keys refer to."""
     from trainer.data.lm_rows import stop_tokens  # only plans import these
+    from trainer.ppo.config_warnings import learning_rate_notes
     from trainer.rollouts.first_prompt import first_prompt_lines, repeat_notes
+    from trainer.rollouts.reward_trial import try_rewards
 
     tokenizer, loader, rewards, *_ = inputs
     num_validation = len(loader.validation) if loader.validation else 0
@@ -116,16 +116,6 @@ def describe_inputs(config: PPOConfig, *inputs: Any) -> list[str]:
     if scored is not None:
         check_named_rewards(config.algorithm, scored)
     return [count, *lines, *of_rewards]
-
-
-def learning_rate_notes(config: PPOConfig, total_steps: int) -> list[str]:
-    """Return notes on learning rates that are 0, or that the warm-up never reaches."""
-    actor = config.actor_rollout_ref.actor.optim
-    num_updates = total_steps - config.trainer.critic_warmup
-    notes = schedule_notes("actor_rollout_ref.actor.optim", actor, num_updates)
-    if "critic" in expand_roles(config.role_mapping):
-        notes += schedule_notes("critic.optim", critic_optim(config), total_steps)
-    return notes
 
 
 def describe(config: PPOConfig, trainer_cls: type, brief: bool = False) -> list[str]:

@@ -51,7 +51,6 @@ from workers.memory import LargestPass, RoleMemory
 from workers.models.load import check_weights
 from workers.models.memory_shapes import check_adapter
 from workers.parallel.sharding import ParallelDims, dims_of
-from workers.training.optim import schedule_notes
 from workers.training.role_model_spec import RoleModelSpec
 
 C = TypeVar("C", bound=RowConfig)
@@ -285,6 +284,8 @@ def describe(config: RowConfig, trainer_cls: type, brief: bool = False) -> list[
 
 def describe_inputs(config: Any, *inputs: Any) -> list[str]:
     """Describe the number of rows and of steps."""
+    from workers.training.schedule_notes import schedule_notes  # only plans import it
+
     loader, *validation = inputs
     total_steps = num_steps(config, len(loader))
     return [

@@ -36,7 +36,8 @@ import torch
 from trainer.config.keys import leaves_of
 from trainer.config.schema import RunConfig
 from trainer.launch import run_steps, trainer_class
-from trainer.rollouts.preflight import describe_responses, synthetic_responses
+from trainer.rollouts.preflight import synthetic_responses
+from trainer.rollouts.reward_trial import describe_responses
 from trainer.run_folder.saved_model import find_saved_model
 from trainer.tools.check_loss import BrokenRelation, check_loss
 from trainer.tools.check_loss.relations import NAMES

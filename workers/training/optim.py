@@ -28,7 +28,6 @@ from verl_like.registry import CallSignature, Registry, check_call, signature_of
 from workers.models.state import local_shard
 from workers.parallel.groups import RankGroups
 from workers.training.microbatch import all_reduce
-from workers.training.muon import Muon
 
 if TYPE_CHECKING:
     from workers.config import OptimConfig
@@ -106,7 +105,7 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 
     During the warm-up, the factor rises in equal steps.
     """
-    warmup = _num_warmup_steps(config, total_steps)
+    warmup = num_warmup_steps(config, total_steps)
     if step < warmup:
         return (step + 1) / (warmup + 1)
 
@@ -115,29 +114,11 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
     return schedule(progress, **_settings_of(schedule, config))
 
 
-def _num_warmup_steps(config: OptimConfig, total_steps: int) -> int:
+def num_warmup_steps(config: OptimConfig, total_steps: int) -> int:
     """Return the number of update calls of the warm-up."""
     if config.lr_warmup_steps >= 0:
         return config.lr_warmup_steps
     return int(config.lr_warmup_steps_ratio * total_steps)
-
-
-def schedule_notes(section: str, config: OptimConfig, total_steps: int) -> list[str]:
-    """Return a note if no update call of a run has the rate `lr`, or if this rate is 0.
-
-    `section` is the key of `config`, and `total_steps` the number of update calls.
-    """
-    if config.lr == 0:
-        return [f"note: {section}.lr=0 changes no weight. Set a rate above 0 to train."]
-    warmup = _num_warmup_steps(config, total_steps)
-    if not 0 < total_steps <= warmup:
-        return []
-    highest = lr_factor(total_steps - 1, total_steps, config)
-    return [
-        f"note: the warm-up takes {warmup:,} updates ({section}.lr_warmup_steps), but the run has "
-        f"{total_steps:,}: the learning rate ends at {highest:.0%} of {section}.lr={config.lr:g}. "
-        "Lower the warm-up, or train longer."
-    ]
 
 
 def check_optim(config: OptimConfig, section: str) -> None:
@@ -195,7 +176,7 @@ All parameters after the weights are optional. A static method `groups_of(module
 returns the weights as groups. The key `peak_lr` of a group replaces `optim.lr` for it.
 """
 OPTIMIZERS.register("AdamW")(torch.optim.AdamW)
-OPTIMIZERS.register("Muon")(Muon)
+OPTIMIZERS.register_path("Muon", "workers.training.muon.Muon")
 
 
 @OPTIMIZERS.register("AdamWMatrixDecay")

@@ -322,7 +322,9 @@ def test_images_that_the_run_does_not_expect_name_environment_and_turn(
     loop._engine.__dict__.pop("image_reader")
     loop._engine.model_path = str(tmp_path / "text")
     loop.submit(starts(3, 4, **row), sampling, 64)
-    words = r"environment, turn 2 of sample 3: it has images, but the model .*text \(llama\)"
+    words = (
+        "environment, turn 2 of sample 3: it has images, but the model .*text: model type 'llama'"
+    )
     with pytest.raises(ConfigError, match=f"{words} does not read images"):
         loop.collect()
 

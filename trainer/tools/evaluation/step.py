@@ -19,7 +19,8 @@ from trainer.loop import Trainer
 from trainer.ppo.validation import name_metrics, sample_all
 from trainer.rollouts import preflight
 from trainer.rollouts.first_prompt import first_prompt_lines
-from trainer.rollouts.preflight import reject_wrong_results, try_rewards
+from trainer.rollouts.preflight import reject_wrong_results
+from trainer.rollouts.reward_trial import try_rewards
 from trainer.rollouts.rollouts import Rollouts, replaceable_roles, rollout_arguments
 from trainer.run_folder.metrics import headline
 from trainer.run_state import Metrics, Run, RunRecipe

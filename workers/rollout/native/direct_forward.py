@@ -284,8 +284,9 @@ class TorchLinear:
         width = len(self.weight)
         padded = states.new_zeros(len(states), -(-width // SIMD_WIDTH) * SIMD_WIDTH)
         padded[:, :width] = self(states)
-        for numbers in padded.view(-1).split(SERIAL_NUMBERS):
-            silu(numbers, inplace=True)
+        numbers = padded.view(-1)
+        for part in numbers.split(SERIAL_NUMBERS) if numbers.is_cpu else [numbers]:
+            silu(part, inplace=True)
         return padded[:, :width]
 
     def times(self, other: Tensor, states: Tensor) -> Tensor:
