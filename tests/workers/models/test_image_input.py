@@ -94,7 +94,9 @@ def make_case(
     write_model(family, folder, for_vllm=for_vllm)
     module = AutoModelForImageTextToText.from_pretrained(
         folder, dtype=torch.float32, attn_implementation=attention
-    ).to(dtype)
+    )
+    if dtype == torch.float64:
+        module = module.double()  # `to` would make complex buffers real, such as Llama 4's
     reader = ImageReader(str(folder))
     for number, size in enumerate(SIZES):
         picture(*size, seed=number).save(folder / f"{number}.png")
