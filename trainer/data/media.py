@@ -1,4 +1,4 @@
-"""What a row says about images, videos and sound: all of it is read, or rejected.
+"""Images, videos and sound of a row: all of them are read, or rejected.
 
     row, refs = read_media(row, ReadColumns(["prompt"]), [Path("data")], model="models/qwen")
 

@@ -76,7 +76,7 @@ class Watch:
         self.run, self.phase, self._scores_rows = run, "before its first step", scores_rows
         self.validated = self.num_scored = self.num_rows = 0
         self.ended: Counter[str] = Counter()
-        """How many trajectories ended for each reason."""
+        """Reason -> number of trajectories that ended for it."""
 
     def on_init_end(self, trainer: Any) -> None:
         """Try the rewards."""
@@ -213,7 +213,7 @@ ENDS = {
     "deadline": "by a deadline",
     "environment": "by a failure of the environment",
 }
-"""How a trajectory ended -> its words."""
+"""End of a trajectory -> its description."""
 
 
 def describe_ends(ended: Counter[str]) -> str:

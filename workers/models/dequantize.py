@@ -200,8 +200,8 @@ def say_so(model: QuantizedModel, folder: Path) -> None:
     )
 
 
-def write_small_files(model: QuantizedModel, folder: Path) -> None:
-    """Write the configuration, the tokenizer and the template."""
+def write_small_files(model: QuantizedModel, folder: Path) -> Any:
+    """Write the configuration, the tokenizer and the template; return the configuration."""
     config, tokenizer = model.load_small()
     if tokenizer is None:
         for file in model.folder.iterdir():
@@ -210,15 +210,15 @@ def write_small_files(model: QuantizedModel, folder: Path) -> None:
     else:
         tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
+    return config
 
 
 def write_model(model: QuantizedModel, folder: Path) -> None:
     """Write the whole plain folder."""
-    write_small_files(model, folder)
+    config = write_small_files(model, folder)
     if model.method in BLOCKS_OF_FP8:
         write_from_fp8(model.folder, folder)
         return
-    config, _ = model.load_small()
     # transformers refuses to save the model that it dequantized, or quantizes it again
     plain = meta_class(config)
     weights = model.load_weights(config)
@@ -237,7 +237,7 @@ one file at a time.
 """
 SCALE = "_scale_inv"
 NOT_WEIGHTS = (SCALE, ".activation_scale")
-"""How the names of tensors end that only a quantized model has."""
+"""Suffixes of the tensors that only a quantized model has."""
 
 
 def write_from_fp8(source: Path, folder: Path) -> None:

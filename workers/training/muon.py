@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from verl_like.config_key import KeyRules
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic whose iteration moves all singular values to about 1."""
+"""Coefficients of a quintic; its iteration moves all singular values to about 1."""
 
 
 class Muon(torch.optim.AdamW):

@@ -25,7 +25,7 @@ PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""As many templates of models that read text: it adds strings."""
+"""A template that adds strings, like those of many text models."""
 
 
 class Case(NamedTuple):

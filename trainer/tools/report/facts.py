@@ -1,4 +1,4 @@
-"""What a run trained, for the report's first screen: model, data, reward, algorithm, devices."""
+"""Facts for the report's first screen: model, data, reward, algorithm, devices, commit."""
 
 from __future__ import annotations
 
