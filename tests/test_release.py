@@ -85,6 +85,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return sdist, wheel
 
 
+@pytest.mark.long
 def test_the_wheel_has_exactly_the_files_of_the_packages(release: tuple[Path, Path]) -> None:
     names = zipfile.ZipFile(release[1]).namelist()
     assert {name for name in names if ".dist-info/" not in name} == tracked(*PACKAGES)
@@ -116,6 +117,7 @@ def test_the_wheel_has_the_declared_extras(release: tuple[Path, Path]) -> None:
     assert len(required) == count
 
 
+@pytest.mark.long
 def test_a_type_checker_finds_mistakes_in_a_file_outside_an_editable_install(
     release: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -67,6 +67,7 @@ def test_a_caller_learns_to_answer_with_the_result_of_its_tool(
     assert lied_to < 0.4
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_the_requests_of_an_agent_are_trained(
     tmp_path: Path, tiny_dir: Path, forked_python: Path

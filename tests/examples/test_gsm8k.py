@@ -17,6 +17,7 @@ SCRIPT = EXAMPLES / "gsm8k" / "run.sh"
 PAGE = EXAMPLES.parent / "docs" / "grpo_gsm8k.md"
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_the_script_learns_with_a_tiny_model(tmp_path: Path, forked_python: Path) -> None:
     settings = ("trainer.total_training_steps=8", "trainer.val_before_train=false")

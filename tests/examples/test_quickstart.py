@@ -73,6 +73,7 @@ def test_the_quickstart_can_be_checked_for_another_gpu(run_dir: Path, forked_pyt
     assert NO_ERRORS in done.stdout
 
 
+@pytest.mark.long
 def test_the_quickstart_runs_on_cpus_by_default(run_dir: Path, forked_python: Path) -> None:
     done = bash(
         EXAMPLES / "quickstart" / "run.sh", "--cfg", "job", RUN_DIR=run_dir, PYTHON=forked_python

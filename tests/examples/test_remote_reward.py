@@ -52,6 +52,7 @@ def test_a_reward_server_gives_the_numbers_of_the_function_in_process(
     assert "the samples of the two runs differ" in compared.stderr
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_a_reward_server_ends_with_the_run_that_fails(remote_dir: Path) -> None:
     done = bash(REMOTE, "trainer.no_such_key=1", RUN_DIR=remote_dir, PYTHON=sys.executable)

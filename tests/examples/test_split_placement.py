@@ -48,6 +48,7 @@ def settings_of(script: Path) -> list[str]:
     return [line.strip().replace('"', "").replace("$", "") for line in body[1].splitlines()]
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_the_tiny_split_example_learns_overlaps_and_has_the_numbers_of_one_pool(
     tmp_path: Path, forked_python: Path

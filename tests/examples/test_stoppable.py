@@ -56,6 +56,7 @@ def test_a_script_forwards_a_signal_and_continues(watched: tuple[str, ...], numb
     assert script.returncode == 0
 
 
+@pytest.mark.long
 @pytest.mark.example
 def test_a_terminated_example_saves_its_run(tmp_path: Path, forked_python: Path) -> None:
     script = subprocess.Popen(

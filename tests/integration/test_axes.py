@@ -36,11 +36,13 @@ def with_tower(case: str, tiny: Path, folder: Path) -> tuple[str, ...]:
     )
 
 
+@pytest.mark.long
 def test_two_ranks_that_share_a_model_equal_one_process(tiny_dir: Path, tmp_path: Path) -> None:
     of_one = two_steps(tiny_dir, tmp_path / "one")
     assert_same_numbers(on_two(tiny_dir, tmp_path / "two", OF_TWO), of_one, *REQUIRED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "axis"),
     [

@@ -111,6 +111,7 @@ def runs(tiny_dir: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
     return Runs(tiny_dir, tmp_path_factory.mktemp("together"), classifier)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("feature", "layout_name"), cells())
 def test_a_layout_with_another_feature_equals_one_process_or_is_rejected(
     feature: str, layout_name: str, runs: Runs

@@ -18,6 +18,7 @@ from verl_like.errors import PlacementError
 PAGE = ROOT / "docs" / "cluster.md"
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_node_that_does_not_see_the_run_folder_is_named(
     ray_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

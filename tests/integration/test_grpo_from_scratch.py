@@ -21,6 +21,7 @@ def by_hand(tiny_dir: Path) -> list[dict[str, float]]:
     return metrics
 
 
+@pytest.mark.long
 def test_the_numbers_are_those_of_a_run(
     by_hand: list[dict[str, float]], tiny_dir: Path, tmp_path: Path
 ) -> None:
@@ -49,6 +50,7 @@ def test_the_numbers_are_those_of_a_run(
     assert rewards == pytest.approx([step["reward"] for step in by_hand], rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_ray_gives_the_numbers_of_local_processes(
     ray_session: None, by_hand: list[dict[str, float]], tiny_dir: Path

@@ -89,6 +89,7 @@ def by_hand(model: Path, pairs: Path) -> Any:
     return torch.tensor(sums).view(-1, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
 def test_critic_and_reference_read_images(family: str, rows: Path, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / "model")
@@ -212,6 +213,7 @@ def test_kto_reads_images(rows: Path, tmp_path: Path) -> None:
         assert ours["train/kl/row"] == pytest.approx(theirs["train/kl/row"], abs=1e-4)
 
 
+@pytest.mark.long
 def test_a_trained_reward_model_scores_rows_with_images(rows: Path, tmp_path: Path) -> None:
     model, pairs = write_model("qwen2_vl", tmp_path / "model"), write_pairs(rows)
     settings = on_pairs(model, pairs, tmp_path / "rm", "trainer.total_training_steps=6")

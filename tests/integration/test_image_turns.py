@@ -92,6 +92,7 @@ def test_a_run_whose_environment_shows_images_has_equal_log_probs_and_a_replay(
         evaluation.main([str(tmp_path / "run")])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["two ranks", "async"])
 def test_ranks_and_generators_train_on_images_of_environments(way: str, tmp_path: Path) -> None:
     from trainer.async_training.recipe import ASYNC
@@ -107,6 +108,7 @@ def test_ranks_and_generators_train_on_images_of_environments(way: str, tmp_path
         assert step["actor/grad_norm"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_ray_has_the_numbers_of_local_processes(ray_session: None, tmp_path: Path) -> None:
     model, steps = write_model("qwen2_vl", tmp_path / "model"), {}

@@ -161,6 +161,7 @@ def test_asynchronous_training_reads_images(rows: Path, tmp_path: Path) -> None:
         assert step["actor/grad_norm"] > 0
 
 
+@pytest.mark.long
 def test_two_ranks_have_the_numbers_of_one(rows: Path, tmp_path: Path) -> None:
     model = write_model("qwen2_5_vl", tmp_path / "model")
     for ranks in (1, 2):

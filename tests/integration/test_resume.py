@@ -145,6 +145,7 @@ class StopInStep5:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_steps_run_during_a_background_write_and_a_signal_commits_it_and_the_last_step(
     unbroken: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:
@@ -214,6 +215,7 @@ def test_a_checkpoint_of_another_model_is_rejected_before_anything_starts(
     assert not (tmp_path / "run" / "logs").exists()
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_killed_split_run_on_ray_resumes_bit_for_bit(
     unbroken: Path, tiny_dir: Path, tmp_path: Path, ray_session: None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.integration.runs import POLICY_ALONE, lines, overrides, overrides_on_rows, write_jsonl
 from trainer import load_config, run
 from trainer.sft.recipe import SFT
 from trainer.sft.step import SFTTrainer
 
 
+@pytest.mark.long
 def test_grpo_after_sft_on_chats_has_responses_that_end(tiny_dir: Path, tmp_path: Path) -> None:
     chats = [
         [

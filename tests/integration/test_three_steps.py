@@ -132,6 +132,7 @@ def test_two_ranks_per_role_give_the_same_bits_on_other_pools_of_another_backend
     assert numbers(runs("local", COLOCATE_2)) == numbers(split_run[0])
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_another_number_of_ranks_agrees_to_rounding(runs: Any) -> None:
     one_rank, two_ranks = (

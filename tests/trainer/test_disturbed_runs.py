@@ -47,6 +47,7 @@ def whole(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_disturbed_ppo_run_repeats_steps_but_changes_no_numbers(
     tiny_dir: Path,
     tmp_path: Path,
@@ -85,6 +86,7 @@ def test_a_disturbed_async_run_drops_samples_but_no_numbers_or_steps(
     assert generator["made"] == generator["trained"] + sum(generator["dropped"].values())
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_disturbed_run_on_ray_changes_no_numbers(
     tiny_dir: Path, tmp_path: Path, whole: Path, ray_session: None

@@ -107,6 +107,7 @@ def test_a_step_repeats_after_its_weights_are_rejected_twice(
     assert numbers(tmp_path) == numbers(whole)
 
 
+@pytest.mark.long
 @pytest.mark.ray
 def test_a_lost_rank_on_ray_ends_only_its_group(
     tiny_dir: Path, whole: Path, tmp_path: Path, ray_session: None

@@ -150,6 +150,7 @@ def both_of_a_rank(model: Path, name: str) -> dict[str, tuple[float, int]]:
     return {"kept": (predicted.resident, resident), "call": (predicted.call, max(peaks))}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_role_takes_the_bytes_that_are_predicted(model: Path, name: str) -> None:
     for results in run_kept(CASES[name].get("num_ranks", 1), both_of_a_rank, model, name):

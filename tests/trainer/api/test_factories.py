@@ -57,6 +57,7 @@ def test_a_recipe_with_one_model_has_no_roles(tmp_path: Path) -> None:
         SFT({"actor": "policy"}, ["a"], save_to=tmp_path)
 
 
+@pytest.mark.long
 def test_models_of_an_async_run_may_come_from_a_function(tiny_dir: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 

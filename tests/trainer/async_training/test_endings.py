@@ -56,6 +56,7 @@ def test_an_error_in_an_update_names_its_samples(tiny_dir: Path, tmp_path: Path)
     assert set(named) <= set(uids)
 
 
+@pytest.mark.long
 def test_the_command_names_a_lost_generator_within_seconds(tiny_dir: Path, tmp_path: Path) -> None:
     dies = f"role_workers.rollout_1={RIGGED}.DiesAtOnce"
     # more steps than one generator completes before the loss is noticed

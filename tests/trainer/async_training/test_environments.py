@@ -59,6 +59,7 @@ def plain(tiny_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return play(tiny_dir, tmp_path_factory.mktemp("plain"), recipe=PPO)
 
 
+@pytest.mark.long
 def test_staleness_0_equals_the_synchronous_run(
     tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
@@ -112,6 +113,7 @@ LOSES = "role_workers.rollout=tests.trainer.async_training.rigged_workers.DiesWi
 SLOW = "environment.kwargs={sleep: 0.05}"
 
 
+@pytest.mark.long
 def test_lost_trajectories_are_played_again(tiny_dir: Path, tmp_path: Path, plain: Path) -> None:
     settings = (
         "async_training.max_staleness=0",

@@ -107,6 +107,7 @@ def test_a_generator_killed_in_a_validation_is_replaced(
     assert len(files) == 3, "before the first step, and after each of two"
 
 
+@pytest.mark.long
 def test_a_chunk_of_a_lost_rank_is_repeated_with_the_same_numbers(
     tiny_dir: Path, tmp_path: Path
 ) -> None:

@@ -30,6 +30,7 @@ def methods_by_process(folder: Path) -> dict[int, set[tuple[str, str]]]:
     return methods
 
 
+@pytest.mark.long
 def test_processes_on_ray_that_shard_a_model_have_the_numbers_of_ppo(
     tiny_dir: Path, tmp_path: Path, plain: Path
 ) -> None:
@@ -77,6 +78,7 @@ class Pids:
         self.seen |= {header.pid for role in groups for header in groups[role].transport.started}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "staleness"),
     [("1m1t", 0), pytest.param("2m2t", 1, marks=pytest.mark.slow)],

@@ -38,6 +38,7 @@ def interrupted_run(tiny: Path, folder: Path, *more: str) -> Path:
     return folder / "global_step_1" / SAMPLES
 
 
+@pytest.mark.long
 def test_a_resumed_run_trains_on_each_sample_once(tiny_dir: Path, tmp_path: Path) -> None:
     settings = (
         "async_training.generators=2",

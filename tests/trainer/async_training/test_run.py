@@ -85,6 +85,7 @@ def test_two_generators_validate_like_the_synchronous_run(
     assert roles["rollout"] == roles["rollout_1"] > 0
 
 
+@pytest.mark.long
 def test_dynamic_sampling_drops_the_same_groups(tiny_dir: Path, tmp_path: Path) -> None:
     more = ("algorithm.filter_groups.enable=true", *POLICY_ALONE, TWO_STEPS)
     run(load_config(overrides(tiny_dir, tmp_path / "plain", LOCAL, *more)))
@@ -99,6 +100,7 @@ def test_dynamic_sampling_drops_the_same_groups(tiny_dir: Path, tmp_path: Path) 
     assert dropped == {FILTERED_GROUPS: 2 * (num_drawn - 2 * 8)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "axes",
     [

@@ -58,6 +58,7 @@ def configured(*more: str) -> AsyncConfig:
     return load_config([*needed, ON_GENERATOR, "algorithm.use_kl_in_reward=true", *more], ASYNC)
 
 
+@pytest.mark.long
 def test_scores_equal_those_of_the_synchronous_run(
     tiny_dir: Path, classifier: Path, tmp_path: Path
 ) -> None:

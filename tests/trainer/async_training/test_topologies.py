@@ -112,6 +112,7 @@ def uids_of_rank(folder: Path, role: str, rank: int) -> set[str]:
     return {uid for call in lines(folder, f"uids_of_{role}_{rank}.jsonl") for uid in call}
 
 
+@pytest.mark.long
 def test_samples_and_weights_follow_the_routes_and_trainers_stay_equal(
     tiny_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

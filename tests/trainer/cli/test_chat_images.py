@@ -143,6 +143,7 @@ def test_a_marker_without_an_image_is_rejected_by_a_model_with_eyes(
         command.main([str(model)])
 
 
+@pytest.mark.long
 def test_eval_reads_a_run_with_images_and_results_have_them(tmp_path: Path) -> None:
     rows = write_rows(tmp_path)
     model = write_model("qwen2_vl", tmp_path / "model")

@@ -79,6 +79,7 @@ def test_a_run_accepts_a_plan_and_counts_its_bytes(
             assert sorted(counted) == pytest.approx(sorted(expected.values()), rel=0.01)
 
 
+@pytest.mark.long
 def test_the_text_has_keys_slower_placements_and_hours(
     settings: list[str], planned: tuple[PPOJob, list[PlannedPlacement]]
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_rejected_placement_is_not_listed_as_slower(
     assert "Slower than" not in text
 
 
+@pytest.mark.long
 def test_settings_of_the_user_are_not_planned(settings: list[str]) -> None:
     job = plan.job_of([*GPUS, *settings, "actor_rollout_ref.actor.parallel.tp=2"])
     key = "actor_rollout_ref.actor.parallel.tp"
@@ -228,6 +230,7 @@ def fails(token_level_rewards: Any, mine: Any, **_: Any) -> Any:
     """An estimator of a column that no worker declares."""
 
 
+@pytest.mark.long
 def test_a_plan_says_whose_calls_it_has_if_the_user_s_class_fails_on_stubs(
     settings: list[str],
 ) -> None:

@@ -63,6 +63,7 @@ def counts_the_bytes_of_its_run(job: Job, best: list[PlannedPlacement]) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", ["sft", "dpo"])
 def test_rows_recipes_have_their_five_fastest_layouts(model: Path, recipe: str) -> None:
     keys = f"model.path={model}", "data.train_batch_size=512"
@@ -138,6 +139,7 @@ def test_a_run_accepts_async_plans(model: Path) -> None:
         assert placement.step >= max(generator, sum(trainer)) * 0.99
 
 
+@pytest.mark.long
 def test_the_number_of_generators_may_be_set(model: Path) -> None:
     _, best = async_plan(model, "async_training.generators=2")
     assert {
@@ -159,6 +161,7 @@ def test_bad_input_is_rejected(model: Path, arguments: list[str], words: str) ->
     assert words in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_role_without_a_possible_layout_is_named(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 16, "num_key_value_heads": 16}
     model, rows = folder_of(tmp_path, {**SIZES, **heads}), "data.train_batch_size=512"

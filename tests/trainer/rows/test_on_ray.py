@@ -22,6 +22,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "rows", "loss", "metric"),
     [

@@ -56,6 +56,7 @@ def rewards_of(run: Path) -> list[tuple[int, float]]:
     return [(line["step"], line[NAME]) for line in lines(run) if NAME in line]
 
 
+@pytest.mark.long
 def test_tensorboard_has_the_numbers_and_the_samples(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

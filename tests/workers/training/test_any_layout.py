@@ -88,6 +88,7 @@ def assert_equal(state: State, expected: State) -> None:
     assert all(state[name].equal(tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lora_rank", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_checkpoint_resumes_on_every_axis_bit_for_bit(tmp_path: Path, lora_rank: int) -> None:
     folder = saved(tmp_path, "qwen3-moe", num_hidden_layers=5)

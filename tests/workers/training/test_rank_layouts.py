@@ -158,6 +158,7 @@ def assert_equal_by_stages(results: list[dict[str, Any]], alone: dict[str, Any])
     assert {result["sent"] for result in results[1:]} == {checksum_of([])}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "layout", "way"), cells())
 def test_ranks_that_share_a_model_train_as_one(
     tmp_path: Path, family: str, layout: str, way: str

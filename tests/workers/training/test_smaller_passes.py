@@ -177,6 +177,7 @@ def test_all_ranks_repeat_a_mini_batch_if_one_runs_out_of_memory(
     assert second["passes"] == [4, 0, 2, 0, 0, *ones, *ones, *ones, *ones]
 
 
+@pytest.mark.long
 def test_all_replicas_of_sharded_weights_repeat_a_mini_batch(tiny_dir: Path) -> None:
     change = {"strategy": "fsdp", "small": 0, "fsdp_size": 2}
     results = run_kept(4, update_on_ranks, tiny_dir, 2, change, "backward")

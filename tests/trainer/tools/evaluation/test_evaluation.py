@@ -46,6 +46,7 @@ def validation(line: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in line.items() if name.startswith("val-")}
 
 
+@pytest.mark.long
 def test_an_evaluation_repeats_the_last_validation(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

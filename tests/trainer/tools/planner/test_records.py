@@ -42,6 +42,7 @@ def test_many_layers_take_as_long_as_if_all_were_recorded(tmp_path: Path, call: 
     assert joined.at(call, 12, 8).device == pytest.approx(many.at(call, 12, 8).device, rel=0.01)
 
 
+@pytest.mark.long
 def test_fsdp_gathers_layers_twice_per_pass_and_reduces_every_gradient(tmp_path: Path) -> None:
     hook = sys.excepthook
     records = passes(tmp_path, 4, num_ranks=8)
@@ -69,6 +70,7 @@ def test_a_frozen_model_has_no_update(tmp_path: Path) -> None:
     assert frozen.works.keys() == {"forward"}
 
 
+@pytest.mark.long
 def test_products_of_chosen_experts_are_counted(tmp_path: Path) -> None:
     works = []
     for choices in (2, 4):

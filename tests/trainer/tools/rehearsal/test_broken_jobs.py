@@ -184,6 +184,7 @@ def run_job(job: str, tiny: Path, folder: Path) -> tuple[Exception | None, Excep
     return None, None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "job", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )

@@ -164,6 +164,7 @@ def test_a_critic_s_gradient_can_be_blamed_too(tiny_dir: Path, tmp_path: Path) -
     assert blame.total == pytest.approx(lines(tmp_path)[0]["critic/grad_norm"], rel=1e-3)
 
 
+@pytest.mark.long
 def test_gradients_of_two_ranks_have_the_effects_of_one(
     whole: Path, tiny_dir: Path, tmp_path: Path
 ) -> None:

@@ -117,6 +117,7 @@ def adders() -> Iterator[tuple[Any, Any]]:
         yield one, two
 
 
+@pytest.mark.long
 def test_two_pools_run_in_parallel_and_pass_references(adders) -> None:
     first, second = adders
     gather(first.add_slowly(batch(2, seconds=1.0)), second.add_slowly(batch(2, seconds=1.0)))
