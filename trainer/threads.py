@@ -22,7 +22,7 @@ from verl_like.config_key import replace_keys
 from verl_like.errors import VerlLikeError
 from verl_like.placement.pools import expand_roles
 from verl_like.process.machine import usable_cores
-from workers.config import ActorRolloutRefConfig
+from workers.config import ModelConfig
 from workers.models.memory_shapes import count_weights
 
 C = TypeVar("C", bound=RunConfig)
@@ -82,10 +82,10 @@ def largest_model(config: RunConfig) -> int:
     sizes = [0]
     with suppress(VerlLikeError):  # the checks report models that cannot be read
         models = [(model.model, model.head) for model in role_models(config).values()]
-        policy = getattr(config, "actor_rollout_ref", None)
+        sampled = getattr(getattr(config, "actor_rollout_ref", None), "model", None)
         roles = map(config.kind_of, expand_roles(config.role_mapping))
-        if isinstance(policy, ActorRolloutRefConfig) and "rollout" in roles:
-            models.append((policy.model, "token"))
+        if isinstance(sampled, ModelConfig) and "rollout" in roles:
+            models.append((sampled, "token"))
         for model, head in models:
             sizes.append(count_weights(model, head))
     return max(sizes)

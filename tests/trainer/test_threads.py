@@ -18,6 +18,7 @@ from trainer.run_folder.folder import CONFIG_FILE, MARKER, THREADS
 from trainer.run_folder.resume import ResumePoint
 from trainer.sft.recipe import SFT
 from trainer.threads import describe_threads, largest_model, processes_per_node, with_threads
+from trainer.tools.evaluation.recipe import EVAL
 from verl_like.config_key import replace_keys
 from verl_like.errors import CheckpointError
 
@@ -31,7 +32,8 @@ def eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(*settings: str, recipe: Any = PPO) -> RunConfig:
     model = "model" if recipe is SFT else "actor_rollout_ref.model"
-    needed = ["data.train_files=x", f"{model}.path=x", "trainer.device=cpu"]
+    rows = "val" if recipe is EVAL else "train"
+    needed = [f"data.{rows}_files=x", f"{model}.path=x", "trainer.device=cpu"]
     return load_config([*needed, *settings], recipe)
 
 
@@ -66,7 +68,7 @@ def test_a_small_model_gets_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     assert with_threads(config_of()).trainer.threads_per_process == 1
 
 
-@pytest.mark.parametrize("recipe", [PPO, SFT])
+@pytest.mark.parametrize("recipe", [PPO, SFT, EVAL])
 def test_the_largest_model_is_counted_without_its_weights(
     tmp_path: Path, tiny_dir: Path, recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
