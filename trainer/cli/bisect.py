@@ -14,8 +14,9 @@ differs, both sides are computed again by verl-like's formulas, and the formula
 and setting of each side are named. For two run folders, a table of the settings
 that differ and the metrics at the end follows.
 
-  --force  if samples differ, repeat B's step with A's samples, and compare it;
-           B is a run folder of verl-like, with as many samples per step as A
+  --force  if samples differ, repeat B's steps with A's samples, one after the
+           other, and compare them; B is a run folder of verl-like, with as many
+           samples per step as A
   --json   print one JSON object
 
 The exit code is 0 if all is equal up to rounding, 1 if a number differs, and 2
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> None:
 def bisect(first: str, other: str, force: bool = False) -> Finding:
     """Return the first difference between two sides, with its causes.
 
-    If the samples differ, `force` also compares B's step on A's samples.
+    If the samples differ, `force` also compares B's steps on A's samples.
     """
     a, b = open_side(first), open_side(other)
     finding, steps = explained(a, b)
@@ -75,9 +76,11 @@ def bisect(first: str, other: str, force: bool = False) -> Finding:
     if force:
         from trainer.tools.bisect.forced import with_samples_of
 
-        finding.forced, _ = explained(*with_samples_of(a, b, Path(other), finding.step))
+        sides = with_samples_of(a, b, Path(other), finding.step)
+        finding.forced_steps = sorted(number for number in sides[1].steps if number > 0)
+        finding.forced, _ = explained(*sides)
     elif (Path(other) / CONFIG_FILE).is_file():
-        finding.notes.append("--force compares the rest, by B's step on A's samples")
+        finding.notes.append("--force compares the rest, by B's steps on A's samples")
     return finding
 
 
@@ -136,7 +139,9 @@ def text_of(finding: Finding, a: str, b: str) -> str:
             lines.append("cause: no formula or setting explains the difference")
     lines += [f"note: {note}" for note in finding.notes]
     if finding.forced is not None:
-        lines += ["B's step on A's samples:", *text_of(finding.forced, a, b).splitlines()[2:]]
+        first, last = finding.forced_steps[0], finding.forced_steps[-1]
+        number = f"step {first}" if first == last else f"steps {first} to {last}"
+        lines += [f"B's {number} on A's samples:", *text_of(finding.forced, a, b).splitlines()[2:]]
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ by name:
 
 - the parameters in `SETTINGS`: from the keys of the configuration that they stand for
 - `index`: from the column uid
+- `epsilon`: from `algorithm.adv_epsilon`, unless that is null
 - every other parameter without a default: from the tensor column of its name (token_level_rewards,
   response_mask, values, reward_baselines, or a user's column)
 - keyword-only parameters with a default: from `algorithm.args`
@@ -118,6 +119,8 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> DataPro
             arguments[name] = named_rewards(batch, algorithm.gdpo_reward_keys)
         elif name == "whiten":
             arguments[name] = "advantages" not in algorithm.running_norm
+        elif name == "epsilon" and algorithm.adv_epsilon is not None:
+            arguments[name] = algorithm.adv_epsilon
         elif name == "truncated":
             arguments[name] = truncated_rows(batch) if algorithm.bootstrap_truncated else None
         elif name in SETTINGS:

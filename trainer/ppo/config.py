@@ -94,6 +94,15 @@ class AlgorithmConfig(Section):
         True, read_when=estimator_takes("norm_adv_by_std_in_grpo")
     )
     """Divide advantages by the group's standard deviation."""
+    adv_epsilon: float | None = config_field(
+        None,
+        at_least=0,
+        hint="or null for the estimator's own",
+        read_when=estimator_takes("epsilon"),
+    )
+    """Added to the standard deviation by which advantages are divided, such as TRL's 1e-4; null:
+    1e-6, or the default of your estimator.
+    """
     bootstrap_truncated: bool = config_field(False, read_when=estimator_takes("truncated"))
     """Bootstrap truncated responses from their last value."""
     gdpo_reward_keys: list[str] = config_field(

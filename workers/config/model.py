@@ -75,6 +75,7 @@ HAS_NO_WEIGHTS = ReadWhen(
     lambda model, _: is_bare_config(model.path),
     "the folder of model.path has weights, or is not there",
 )
+WARMS_UP = unless("lr_warmup_steps", 0)
 WARMS_UP_BY_SHARE = when("lr_warmup_steps", -1)
 
 
@@ -127,6 +128,12 @@ class OptimConfig(Section):
         0.0, at_least=0, at_most=1, read_when=WARMS_UP_BY_SHARE
     )
     """Warm-up as a fraction of all update calls."""
+    lr_warmup_init_ratio: float | None = config_field(
+        None, at_least=0, at_most=1, hint="or null to rise in equal steps", read_when=WARMS_UP
+    )
+    """First rate of the warm-up as a fraction of `lr`; 0: the first update changes nothing, as in
+    transformers. null: 1/(steps + 1).
+    """
     optimizer: str = config_field("AdamW", registry="optimizer")
     """Optimizer, which gets the settings of this section that it accepts. AdamWMatrixDecay decays
     only matrices. Muon steps the matrices of hidden layers at `args.matrix_lr`, and other weights

@@ -103,11 +103,14 @@ def lr_factor(step: int, total_steps: int, config: OptimConfig) -> float:
 
         lr = config.lr * lr_factor(step, total_steps, config)
 
-    During the warm-up, the factor rises in equal steps.
+    During the warm-up, the factor rises in equal steps, from `lr_warmup_init_ratio`.
     """
     warmup = num_warmup_steps(config, total_steps)
     if step < warmup:
-        return (step + 1) / (warmup + 1)
+        first = config.lr_warmup_init_ratio
+        if first is None:
+            return (step + 1) / (warmup + 1)
+        return first + (1 - first) * step / warmup
 
     schedule = LR_SCHEDULES.look_up(config.lr_scheduler_type)
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import get_scheduler
 
 from tests.workers.kept_ranks import run_kept
 from tests.workers.samples import make_batch, own_chunk, started, tiny_config, weights_of
@@ -68,6 +69,19 @@ def test_a_warmup_ratio_equals_that_number_of_steps() -> None:
     by_ratio = optim("wsd", lr_warmup_steps=-1, lr_warmup_steps_ratio=0.2)
     assert curve(by_ratio) == curve(optim("wsd"))
     assert lr_factor(0, TOTAL, optim("cosine", lr_warmup_steps=-1)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_a_warm_up_from_0_has_the_rates_of_transformers(name: str) -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    theirs = get_scheduler(name, torch.optim.SGD([weight], lr=1.0), WARMUP, TOTAL)
+    rates = []
+    for _ in range(TOTAL):
+        rates += theirs.get_last_lr()
+        theirs.optimizer.step()
+        theirs.step()
+    ours = optim(name, lr_warmup_init_ratio=0.0, min_lr_ratio=0.0)
+    assert curve(ours, TOTAL) == pytest.approx(rates, rel=1e-12)
 
 
 def halved(progress: float, min_lr_ratio: float) -> float:

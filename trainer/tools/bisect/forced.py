@@ -1,10 +1,11 @@
-"""B's step on A's samples, computed by a replay of B: what differs besides the samples."""
+"""B's steps on A's samples, computed by a replay of B: what differs besides the samples."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,38 +14,43 @@ import torch
 
 from trainer.observers.saved_batches import RECORD
 from trainer.tools.bisect.sides import OURS, Side, Step, recorded_side
-from trainer.tools.replay.replay import replay
+from trainer.tools.replay.replay import Samples, replay
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError
 from workers.columns import read_column
 from workers.rollout.sample import LENGTH_LIMIT, Sample, to_batch
 
 
-def with_samples_of(a: Side, b: Side, folder: Path, number: int) -> tuple[Side, Side]:
-    """Return both sides with this step only, in which B trains on A's samples and scores."""
-    step = Step.of(a, number)
-    if b.framework != OURS or "scores" not in step.arrays or not step.ids("responses"):
-        raise ConfigError(
-            "--force: B must be a run folder of verl-like, and A must have recorded prompts, "
-            f"responses and scores in step {number}."
-        )
+def with_samples_of(a: Side, b: Side, folder: Path, first: int) -> tuple[Side, Side]:
+    """Return both sides from step `first` on, in which B trains on A's samples and scores."""
+    numbers = sorted(number for number in a.steps.keys() & b.steps.keys() if number >= first)
+    samples: dict[int, Samples] = {}
+    for number in numbers:
+        step = Step.of(a, number)
+        if b.framework != OURS or "scores" not in step.arrays or not step.ids("responses"):
+            raise ConfigError(
+                "--force: B must be a run folder of verl-like, and A must have recorded prompts, "
+                f"responses and scores in step {number}."
+            )
+        samples[number] = partial(batch_with, step)
     sides: list[Side] = []
 
     def keep(run_folder: Path) -> None:
         repeated = recorded_side(b.name, run_folder / RECORD)
-        arrays = repeated.load(number)
-        sides.append(replace(b, steps={number: repeated.steps[number]}, load=lambda _: arrays))
+        arrays = {number: repeated.load(number) for number in repeated.steps}
+        sides.append(replace(b, steps=repeated.steps, load=arrays.__getitem__))
 
     with contextlib.redirect_stdout(sys.stderr):
         replay(
             folder,
-            number,
+            numbers[-1],
             from_start=True,
             changes={"trainer.record": "all"},
-            samples=lambda trainer, batch: batch_with(step, trainer, batch),
+            samples=samples,
             on_made=keep,
         )
-    return replace(a, steps={number: a.steps[number]}), sides[0]
+    forced = sides[0]
+    return replace(a, steps={n: a.steps[n] for n in forced.steps.keys() & a.steps.keys()}), forced
 
 
 def batch_with(step: Step, trainer: Any, batch: DataProto) -> DataProto:

@@ -128,7 +128,7 @@ def advantages(name: str, step: Step, settings: Settings, changed: set[str]) -> 
     bootstraps = step.side.setting("algorithm.bootstrap_truncated")
     columns = settings | {n: step.tensor(n) for n in parameters & step.arrays.keys()}
     columns |= {
-        "token_level_rewards": on_last(step.tensor(settings["inputs"]), mask),
+        "token_level_rewards": on_last(step.tensor(settings["inputs"], "scores"), mask),
         "response_mask": mask.float(),
         "index": groupings(step)[settings["groups"]],
         "truncated": truncated if bootstraps else None,
@@ -330,7 +330,7 @@ PROBES: dict[str, tuple[Probe, ...]] = {
     ),
     "advantages": (
         Probe(STD, f"algorithm.{STD}", (True, False)),
-        Probe("epsilon", "", (1e-6, 1e-4, 1e-8, 1e-5, 1e-3, 0.0), "epsilon={}"),
+        Probe("epsilon", "algorithm.adv_epsilon", (1e-6, 1e-4, 1e-8, 1e-5, 1e-3, 0.0)),
         Probe("gamma", "algorithm.gamma gamma", DISCOUNTS, "", HUNDREDTHS),
         Probe("lam", "algorithm.lam lam", DISCOUNTS, "", HUNDREDTHS),
         Probe("whiten", "", (True, False), "whiten={}"),

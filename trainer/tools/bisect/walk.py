@@ -42,6 +42,9 @@ COSMETIC = {
 }
 """Keys that change no number by themselves."""
 
+SPELLINGS = {"actor_rollout_ref.rollout.top_k": (0, -1)}
+"""Key -> another framework's value, and ours of the same meaning."""
+
 
 @dataclass
 class Finding:
@@ -73,7 +76,8 @@ class Finding:
     compared: list[str] = field(default_factory=list)
     steps: int = 0
     forced: Finding | None = None
-    """The first difference of B's step on A's samples, if it was computed."""
+    """The first difference of B's steps on A's samples, if they were computed."""
+    forced_steps: list[int] = field(default_factory=list)
 
 
 Pair = tuple[Step, Step]
@@ -240,13 +244,21 @@ def different_settings(a: Side, b: Side) -> dict[str, list[Any]]:
     else:
         rows = [row.split() for stage in STAGES for row in stage["settings"]]
         keys = {names[0]: names for names in rows}
-    pairs = {key: [side.setting(*names) for side in (a, b)] for key, names in keys.items()}
+    pairs = {
+        key: [spelled(key, side.setting(*names)) for side in (a, b)] for key, names in keys.items()
+    }
     for key, pair in [*pairs.items()]:
         if None in pair and (a.framework != b.framework or key.startswith("version of ")):
             del pairs[key]
     common = sorted(set.intersection(*map(set, models))) if len(models) == 2 else []
     pairs |= {f"model's {key}": [model[key] for model in models] for key in common}
     return {key: pair for key, pair in pairs.items() if not are_equal(*pair)}
+
+
+def spelled(key: str, value: Any) -> Any:
+    """Return our spelling of a setting's value."""
+    theirs, ours = SPELLINGS.get(key, (None, None))
+    return ours if value == theirs and value is not None else value
 
 
 def model_config(side: Side) -> dict[str, Any]:

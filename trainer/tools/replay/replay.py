@@ -113,6 +113,8 @@ def _bits(row: Any) -> Any:
 
 
 Config = TypeVar("Config", bound=RunConfig)
+Samples = Callable[[PPOTrainer, DataProto], DataProto]
+"""Returns other samples instead of a generated batch."""
 
 
 @dataclass(frozen=True)
@@ -139,24 +141,24 @@ def replay(
     changes: Mapping[str, Any] | None = None,
     without: Sequence[str] = (),
     blame: Blame | None = None,
-    samples: Callable[[PPOTrainer, DataProto], DataProto] | None = None,
+    samples: Mapping[int, Samples] | None = None,
     on_made: Callable[[Path], None] = lambda folder: None,
 ) -> Replayed:
     """Repeat the step, with changes if there are any, and compare it with the run's files.
 
-    `samples` replaces the generated batch. `on_made` gets the folder of the repeated step before it
-    is removed.
+    `samples` replaces the generated batches of its steps, so that they are repeated, too. `on_made`
+    gets the folder of the repeated step before it is removed.
     """
     reject_nested_run()
     saved = ReplayableRun.read(run_folder.resolve())
     request = ReplayRequest(saved.folder, step, stage, breaks, without=without, blame=blame)
-    request.samples = samples
+    request.samples = samples or {}
     following = batch_file(saved.folder, step + 1, "estimate")
     if (changes or without) and following.is_file():
         request.following = DataProto.load_from_disk(following)
     trainer_cls = replaying(saved.trainer_cls, request)
     was = saved.metrics_of(step)
-    start = saved.start_of(step, from_start)
+    start = saved.start_of(min([step, *request.samples]), from_start)
 
     with tempfile.TemporaryDirectory(prefix="verl-like-replay-") as scratch:
         folder = Path(scratch) / "run"
@@ -266,8 +268,8 @@ class ReplayRequest:
     without: Sequence[str] = ()
     """Names of samples to leave out."""
     blame: Blame | None = None
-    samples: Callable[[PPOTrainer, DataProto], DataProto] | None = None
-    """Replaces the samples of the step."""
+    samples: Mapping[int, Samples] = field(default_factory=dict)
+    """Step -> what replaces its samples."""
     following: DataProto | None = None
     """The samples of the next step, as the run saved them."""
     log_probs: str = "the run did not save the next step's samples (trainer.batch_steps_to_keep)"
@@ -309,9 +311,8 @@ def replaying(trainer_cls: type[Trainer], request: ReplayRequest) -> type[Traine
 
         def generate(self, prompts: DataProto, attempt: int = 0) -> DataProto:
             batch: DataProto = super().generate(prompts, attempt)
-            if self.global_step != request.step or request.samples is None:
-                return batch
-            return request.samples(self, batch)
+            forced = request.samples.get(self.global_step)
+            return batch if forced is None else forced(self, batch)
 
         def estimate(self, batch: DataProto) -> tuple[DataProto, Metrics]:
             if self.global_step != request.step or not request.without:

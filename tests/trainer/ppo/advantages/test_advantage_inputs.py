@@ -27,6 +27,16 @@ def test_settings_are_passed_by_name(columns):
     assert torch.equal(batch.batch["advantages"], expected)
 
 
+def test_the_epsilon_of_the_deviation_is_trl_s(columns):
+    rewards, _, mask = columns
+    scores, group = rewards.sum(1), torch.from_numpy(INDEX == INDEX[0])
+    batch = compute_advantage(batch_of(rewards, mask), "grpo", adv_epsilon=1e-4)
+    # TRL 1.16, scale_rewards="group"
+    expected = (scores[group] - scores[group].mean()) / (scores[group].std() + 1e-4)
+    advantages = batch.batch["advantages"].sum(1)[group] / mask.sum(1)[group]
+    torch.testing.assert_close(advantages, expected, rtol=1e-9, atol=0)
+
+
 def test_a_users_estimator_is_found_by_its_dotted_path(columns, tmp_path, monkeypatch):
     (tmp_path / "my_estimators.py").write_text(
         "def halved(token_level_rewards, response_mask, bonus, scale=0.5, **rest):\n"

@@ -214,6 +214,13 @@ def test_files_with_the_same_contents_are_no_different_setting(tmp_path: Path) -
     assert [*changed] == ["chat_template", "data.train_files", "reward.list"]
 
 
+def test_another_spelling_of_no_limit_is_no_different_setting() -> None:
+    ours = Side("b", OURS, {"actor_rollout_ref.rollout.top_k": -1}, {}, lambda _: {})
+    assert not different_settings(Side("a", "trl", {"top_k": 0}, {}, lambda _: {}), ours)
+    limited = Side("a", "trl", {"top_k": 50}, {}, lambda _: {})
+    assert different_settings(limited, ours) == {"actor_rollout_ref.rollout.top_k": [50, -1]}
+
+
 def test_noise_below_the_rounding_of_a_stage_is_no_difference(tmp_path: Path) -> None:
     def change(arrays: dict[str, Any], numbers: dict[str, Any]) -> None:
         arrays["rollout_log_probs"] += np.float32(1e-5)

@@ -56,7 +56,7 @@ def test_with_a_s_samples_the_second_difference_is_found(
     assert finding.forced is not None
     assert finding.forced.stage == "advantages"
     assert "norm_adv_by_std_in_grpo" in str(finding.forced.causes)
-    assert "B's step on A's samples:" in text_of(finding, str(first), str(other))
+    assert "B's step 1 on A's samples:" in text_of(finding, str(first), str(other))
 
 
 def test_runs_that_differ_only_in_samples_are_equal_on_the_same(
@@ -68,6 +68,27 @@ def test_runs_that_differ_only_in_samples_are_equal_on_the_same(
     assert finding.forced is not None
     assert finding.forced.verdict == "equal", text_of(finding.forced, "a", "b")
     assert {"advantages", "loss", "weight_norms"} <= {*finding.forced.compared}
+
+
+def test_all_steps_are_forced_in_sequence(tiny_dir: Path, tmp_path: Path) -> None:
+    steps = "trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr=0.001"
+    three = a_run(tiny_dir, tmp_path / "a", *steps)
+    other = a_run(tiny_dir, tmp_path / "b", *steps, OTHER_SAMPLES)
+    finding = bisect(str(three), str(other), force=True)
+    assert finding.forced is not None
+    assert finding.forced.verdict == "equal", text_of(finding.forced, "a", "b")
+    assert finding.forced.steps == 4  # with the weights of the beginning
+    assert "B's steps 1 to 3 on A's samples:" in text_of(finding, "a", "b")
+    decays = "actor_rollout_ref.actor.optim.betas=[0.9,0.99]"
+    other = a_run(tiny_dir, tmp_path / "c", *steps, OTHER_SAMPLES, decays)
+    finding = bisect(str(three), str(other), force=True)
+    assert finding.forced is not None
+    assert (finding.forced.step, finding.forced.stage) == (1, "optimizer")
+    later = "actor_rollout_ref.actor.optim.lr_scheduler_type=linear"
+    other = a_run(tiny_dir, tmp_path / "d", *steps, OTHER_SAMPLES, later)
+    finding = bisect(str(three), str(other), force=True)
+    assert finding.forced is not None
+    assert (finding.forced.step, finding.forced.stage) == (2, "learning rate")
 
 
 def test_a_record_cannot_be_forced(first: Path, tmp_path: Path) -> None:

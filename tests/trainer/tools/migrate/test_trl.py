@@ -128,6 +128,16 @@ def test_a_yaml_is_recognized_by_its_fields_or_its_command(tmp_path: Path) -> No
         migrated("trl", "model_name_or_path: m\n")
 
 
+def test_a_grpo_command_has_trl_s_epsilon_and_its_warm_up_from_0() -> None:
+    command = "trl grpo --model_name_or_path m --dataset_name a/b --warmup_steps 4 --use_cpu"
+    config = composed(translated_whole("trl", command))
+    assert config.algorithm.adv_epsilon == 1e-4  # TRL 1.16: / (std_rewards + 1e-4)
+    assert config.actor_rollout_ref.actor.optim.lr_warmup_init_ratio == 0.0
+    assert config.trainer.device == "cpu"
+    unscaled = composed(translated_whole("trl", f"{command} --scale_rewards none"))
+    assert unscaled.algorithm.adv_epsilon is None
+
+
 def test_reward_models_and_unread_fields_are_translated() -> None:
     reward = "trl reward --model_name_or_path m --dataset_name a/b"
     config = composed(translated_whole("trl", f"{reward} --center_rewards_coefficient 0.01"))
