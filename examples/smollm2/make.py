@@ -160,9 +160,8 @@ def main(arguments: Sequence[str]) -> None:
     for split in ("train", "val"):
         write(folder / f"people_{split}.jsonl", people(split))
         write(folder / f"shop_{split}.jsonl", shops(split))
-        sentences = [
-            prompt(f"Write one short sentence about a {x}.") for x in THINGS[split].split()
-        ]
+        things = [f"{a} {thing}" for thing in THINGS[split].split() for a in ADJECTIVES]
+        sentences = [prompt(f"Write one short sentence about the {thing}.") for thing in things]
         write(folder / f"sentences_{split}.jsonl", sentences)
     write(folder / "people_sft.jsonl", [chat(row) for row in people("train")])
     write(folder / "shop_sft.jsonl", [played(row) for row in shops("train")[:NUM_PLAYED]])

@@ -2,6 +2,7 @@
 # Train SmolLM2-135M-Instruct, a pretrained model, on two CPU cores:
 #   bash examples/smollm2/run.sh grpo [key=value ...]        writes JSON objects: GRPO, 8 minutes
 #   bash examples/smollm2/run.sh ppo [key=value ...]         the same by PPO with a critic
+#   bash examples/smollm2/run.sh ppo_split [key=value ...]   the same on Ray, actor and critic in processes of their own
 #   bash examples/smollm2/run.sh lora [key=value ...]        the same by GRPO on LoRA adapters
 #   bash examples/smollm2/run.sh sft [key=value ...]         the same by SFT on the answers
 #   bash examples/smollm2/run.sh agent [key=value ...]       calls a calculator, then answers
@@ -20,8 +21,8 @@ run_dir=${RUN_DIR:-runs/smollm2}
 model=${MODEL:-$run_dir/model}
 data=$run_dir/data
 case $which in
-    grpo | ppo | lora | sft | agent | reward_model | preference | dpo) shift ;;
-    *) sed -n '2,10p' "$0" | cut -c3- >&2; exit 2 ;;
+    grpo | ppo | ppo_split | lora | sft | agent | reward_model | preference | dpo) shift ;;
+    *) sed -n '2,11p' "$0" | cut -c3- >&2; exit 2 ;;
 esac
 if [ -n "${PYTHON:-}" ]; then
     py=$PYTHON
@@ -48,6 +49,7 @@ people=(
     reward=$here/rewards.py:person data.train_files="$data/people_train.jsonl" data.val_files="$data/people_val.jsonl"
     data.max_prompt_length=96 data.max_response_length=64
 )
+ppo=(algorithm=ppo "${people[@]}" critic.optim.lr=2e-5)
 pairs=(
     data.train_files="$data/pairs_train.jsonl" data.val_files="$data/pairs_val.jsonl" data.max_length=128
     data.train_batch_size=16 optim.lr=1e-5 optim.lr_warmup_steps=2 trainer.total_epochs=1
@@ -65,7 +67,8 @@ make_pairs() { # the kinder and the less kind of four samples of the untrained m
 case $which in
     grpo) rl algorithm=grpo "${people[@]}" "$@" ;;
     lora) rl algorithm=grpo "${people[@]}" actor_rollout_ref.model.lora_rank=16 actor_rollout_ref.actor.optim.lr=2e-4 "$@" ;;
-    ppo) rl algorithm=ppo "${people[@]}" critic.optim.lr=2e-5 "$@" ;;
+    ppo) rl "${ppo[@]}" "$@" ;;
+    ppo_split) rl "${ppo[@]}" trainer.backend=ray placement=split trainer.n_gpus_per_node=2 "$@" ;;
     sft)
         stoppable "${verl_like[@]}" sft "${local[@]}" model.path="$model" data.train_files="$data/people_sft.jsonl" \
             data.max_length=128 data.train_batch_size=32 optim.lr=1e-5 optim.lr_warmup_steps=2 \
