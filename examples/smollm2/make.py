@@ -58,7 +58,7 @@ PROBLEMS = {
     "-": "A shop had {a} {goods} and sold {b} of them. How many {goods} are left?",
 }
 CALCULATE = (
-    "Write calc and the calculation that answers the question, such as: calc 7 + 2\n"
+    "Write calc and the calculation that answers the question.\n"
     "When you get the result, answer with this number only.\n"
 )
 ADJECTIVES = "big new old red small".split()

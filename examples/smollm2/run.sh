@@ -77,9 +77,9 @@ case $which in
             trainer.default_local_dir="$run_dir/sft/eval"
         ;;
     agent)
-        if [ ! -e "$run_dir/agent_sft/model/config.json" ]; then # three steps on the format of a call
+        if [ ! -e "$run_dir/agent_sft/model/config.json" ]; then # nine steps on the format of a call
             stoppable "${verl_like[@]}" sft "${local[@]}" model.path="$model" data.train_files="$data/shop_sft.jsonl" \
-                data.max_length=192 data.train_batch_size=16 optim.lr=1e-5 trainer.total_epochs=1 \
+                data.max_length=192 data.train_batch_size=16 optim.lr=1e-5 trainer.total_epochs=3 \
                 trainer.default_local_dir="$run_dir/agent_sft"
         fi
         rl algorithm=grpo actor_rollout_ref.model.path="$run_dir/agent_sft/model" \
@@ -89,7 +89,7 @@ case $which in
         ;;
     reward_model)
         make_pairs
-        stoppable "${verl_like[@]}" reward-model "${local[@]}" model.path="$model" "${pairs[@]}" \
+        stoppable "${verl_like[@]}" reward-model "${local[@]}" model.path="$model" "${pairs[@]}" optim.lr=3e-5 \
             trainer.default_local_dir="$run_dir/reward_model" "$@"
         ;;
     dpo)

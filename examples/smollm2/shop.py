@@ -11,24 +11,24 @@ CALL = re.compile(r"calc (\d{1,4} ?[-+*] ?\d{1,4})")
 
 
 class Shop(Environment):
-    """The reward is 1 for the right number after a call.
+    """The reward is 1 for the right number after a call, or 0.3 for the right call alone.
 
-    Otherwise it is 0.3 for a call with the right result, and 0.1 for another call. `result` is a
+    A wrong call has no reward, because the policy would learn to write any call. `result` is a
     column of the prompt's row.
     """
 
     def reset(self, result: int) -> None:
         """Start a trajectory."""
-        self.result, self.credit = result, 0.0
+        self.result, self.called, self.credit = result, False, 0.0
 
     def step(self, text: str) -> Observation | TrajectoryEnd:
         """Answer a call in the first turn with its result; score the second turn."""
         call = CALL.fullmatch(text.strip())
-        if call and not self.credit:
+        if call and not self.called:
             result = calculate(call[1])
-            self.credit = 0.3 if result == self.result else 0.1
+            self.called, self.credit = True, 0.3 * (result == self.result)
             return Observation(str(result))
-        is_right = self.credit and text.strip().removesuffix(".") == str(self.result)
+        is_right = self.called and text.strip().removesuffix(".") == str(self.result)
         return TrajectoryEnd(reward=1.0 if is_right else self.credit)
 
 

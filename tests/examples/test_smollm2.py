@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from examples.smollm2.make import CITIES, FORMS, GOODS, NAMES, THINGS, people, p
 from examples.smollm2.make import main as make_rows
 from examples.smollm2.rewards import person
 from examples.smollm2.shop import Shop
+from tests import ROOT
 from tests.examples.scripts import EXAMPLES, bash
 from tests.integration.runs import lines
 from verl_like import Observation, TrajectoryEnd
@@ -53,7 +55,7 @@ def test_the_reward_is_the_part_that_is_right(response: str, score: float) -> No
         (["calc 12 * 3", "36"], 1.0),
         (["calc 3*12", "36."], 1.0),
         (["calc 12 * 3", "It is 36"], 0.3),
-        (["calc 12 + 3", "15"], 0.1),
+        (["calc 12 + 3", "15"], 0.0),
         (["calc 12 * 3", "calc 12 * 3"], 0.3),
         (["36"], 0.0),
         (["To calculate"], 0.0),
@@ -97,6 +99,14 @@ def test_pairs_are_the_best_and_the_worst_sample_of_a_prompt(tmp_path: Path) -> 
     )
     assert row["prompt"] == [{"role": "user", "content": "Write one."}]
     assert (row["chosen"], row["rejected"]) == ("a0.9", "a0.1")
+
+
+def test_the_page_has_the_accuracies_of_the_runs() -> None:
+    page = (ROOT / "docs" / "smollm2.md").read_text("utf-8")
+    data = json.loads((ROOT / "docs" / "data" / "results.json").read_text("utf-8"))
+    curve = data["smollm2"]["curves"]["GRPO"]
+    rows = re.findall(r"^\d\|(0\.\d{3})\|(0\.\d{3})\|(0\.\d{3})$", page, re.M)
+    assert [tuple(map(float, row)) for row in rows] == [*zip(*curve.values(), strict=True)]
 
 
 @pytest.mark.long
