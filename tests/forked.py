@@ -149,7 +149,10 @@ def _fix_threads_of_torch() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_workers() -> Any:
-    """Fork every test's worker processes."""
+    """Fork every test's worker processes, on Linux."""
+    if sys.platform != "linux":
+        yield
+        return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(child, "_start_python", start_forked)
         yield

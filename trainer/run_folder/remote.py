@@ -40,6 +40,7 @@ from verl_like.files import (
     read_json_object,
     write_atomic,
 )
+from verl_like.process.machine import is_running
 from verl_like.remote_files import RemoteFolder, describe, local_copy, version_of
 from workers.training.checkpoints.manifest import MARKER
 
@@ -203,7 +204,7 @@ class RemoteRun:
     def _is_alive(self, there: dict[str, Any]) -> bool:
         """Return whether the run of this lock is alive, by its process or a later heartbeat."""
         is_here = there.get("host") == self._owner["host"]
-        if is_here and not Path(f"/proc/{there.get('pid')}").exists():
+        if is_here and not is_running(int(there.get("pid") or 0)):
             return False
         print(
             f"{self.remote.url} was used by process {there.get('pid')} on {there.get('host')}; "

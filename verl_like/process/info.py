@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_like.errors import ConfigError
+from verl_like.process.machine import loopback_interface
 
 
 def new_secret() -> str:
@@ -121,7 +122,8 @@ def loopback_environment(process_info: ProcessInfo) -> dict[str, str]:
     An interface that the user has set stays.
     """
     name = "GLOO_SOCKET_IFNAME"
-    return {} if name in os.environ or not process_info.one_node else {name: "lo"}
+    is_free = name not in os.environ and process_info.one_node
+    return {name: loopback_interface()} if is_free else {}
 
 
 def checked_worker_env(worker_env: Mapping[str, str] | None) -> dict[str, str]:

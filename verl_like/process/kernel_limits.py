@@ -17,11 +17,11 @@ import os
 import platform
 import socket
 import struct
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from verl_like.errors import ConfigError
+from verl_like.process.machine import IS_LINUX
 
 MACHINE = (
     "acct adjtimex clock_adjtime clock_settime delete_module finit_module init_module ioperm iopl "
@@ -117,7 +117,7 @@ def deny(*names: Iterable[str], gains_rights: bool = False) -> bool:
 
     With `gains_rights`, programs such as sudo continue to work; this requires root.
     """
-    numbers = _NUMBERS.get(platform.machine()) if sys.platform == "linux" else None
+    numbers = _NUMBERS.get(platform.machine()) if IS_LINUX else None
     if numbers is None:
         return False
     denied = sorted({name for group in names for name in group} & numbers.keys())
@@ -160,7 +160,7 @@ def _filter(audit_number: int, numbers: dict[str, int], denied: list[str]) -> li
 
 def drop_capabilities() -> None:
     """Give up root's rights, except to read files, for this process and its programs."""
-    if sys.platform != "linux":
+    if not IS_LINUX:
         return
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
@@ -200,11 +200,11 @@ def isolate_network(remedy: str = "") -> None:
     Pairs of sockets (`multiprocessing.Pipe`) remain. Raise if the machine does not allow a network
     namespace; the error ends with `remedy`.
     """
+    if not IS_LINUX:
+        raise ConfigError(f"a process without network needs Linux.{remedy}")
     deny(OTHER_SOCKETS)
     user, group = os.getuid(), os.getgid()
     libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "unshare"):
-        raise ConfigError(f"this machine has no Linux namespaces.{remedy}")
     if libc.unshare(_CLONE_NEWNET) != 0:  # not permitted: use a user namespace
         if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
             reason = os.strerror(ctypes.get_errno())
@@ -277,7 +277,7 @@ def can_restrict_writes() -> bool:
 
 def _landlock_version() -> int:
     """Return the version of Landlock, or less than 1 if the kernel has none."""
-    if sys.platform != "linux":
+    if not IS_LINUX:
         return -1
     version: int = ctypes.CDLL(None).syscall(_LANDLOCK_CREATE, None, 0, 1)
     return version

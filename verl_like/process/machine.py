@@ -1,11 +1,17 @@
-"""This machine's cores, memory and processes."""
+"""This machine's cores, memory, processes and loopback interface.
+
+Only the modules of this folder know what Linux has and other systems lack.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,6 +19,9 @@ CONTAINER = Path("/sys/fs/cgroup")
 """The folder of this process's control group in a container."""
 ON_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 """Names of the loopback interface, which other machines cannot reach."""
+IS_LINUX = sys.platform == "linux"
+MAX_OPEN_FILES = 10_240
+"""Files that a process of macOS may open if their number is not limited."""
 
 
 def usable_cores(container: Path = CONTAINER) -> int:
@@ -64,6 +73,33 @@ def _is_local(url: str) -> bool:
         return False
 
 
+def loopback_interface() -> str:
+    """Return the name of the loopback interface: lo, or lo0 on macOS."""
+    names = [name for _, name in socket.if_nameindex()]
+    return "lo0" if "lo0" in names and "lo" not in names else "lo"
+
+
+def allow_many_open_files() -> None:
+    """Raise this process's limit of open files as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def is_running(pid: int) -> bool:
+    """Return whether there is a process of this number, whoever started it."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True
+
+
 def process_state(pid: int) -> str | None:
     """Return Linux's letter for a process: R if it runs, T if it is stopped, Z for a zombie.
 
@@ -85,14 +121,40 @@ def children(pid: int) -> Iterator[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Return the children of a process and their descendants; none without /proc."""
+    """Return the children of a process and their descendants, without /proc as `ps` lists them."""
+    children_of = children if IS_LINUX else _children_by_ps()
     processes: list[int] = []
     ahead = [pid]
     while ahead:
-        started = list(children(ahead.pop()))
+        started = list(children_of(ahead.pop()))
         processes += started
         ahead += started
     return processes
+
+
+def _children_by_ps() -> Callable[[int], list[int]]:
+    """Return a function from a process to its children."""
+    table = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False
+    )
+    by_parent: dict[int, list[int]] = {}
+    for pid, parent in (map(int, line.split()) for line in table.stdout.splitlines()):
+        by_parent.setdefault(parent, []).append(pid)
+    return lambda parent: by_parent.get(parent, [])
+
+
+def processes_with(variable: bytes) -> list[int]:
+    """Return the processes that were started with this NAME=value; none without /proc."""
+    if not IS_LINUX:
+        return []
+    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return [pid for pid in pids if variable in b" ".join(proc_fields(f"/proc/{pid}/environ"))]
+
+
+def limit_new_memory(num_bytes: int) -> None:
+    """Let this process of Linux map at most this many more bytes."""
+    now = int(proc_fields("/proc/self/statm")[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + num_bytes, now + num_bytes))
 
 
 def resident_bytes(pid: int) -> int | None:

@@ -20,7 +20,9 @@ torch.
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 import pickle
 import secrets
@@ -44,9 +46,10 @@ from typing import Any, TypeVar
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
-from verl_like.process.machine import proc_fields
+from verl_like.process.machine import IS_LINUX, processes_with
 from verl_like.process.sandbox import KILL_S, MARK, remove_folder, visible_environment
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 LONGEST_ANSWER = 2**24
 """Maximum bytes of an answer."""
@@ -119,10 +122,7 @@ class Supervised:
     def _kill_marked(self) -> None:
         end, mark = time.monotonic() + KILL_S, f"{MARK}={self._mark}".encode()
         while time.monotonic() < end:
-            pids = [name for name in os.listdir("/proc") if name.isdecimal()]
-            marked = [
-                int(pid) for pid in pids if mark in b" ".join(proc_fields(f"/proc/{pid}/environ"))
-            ]
+            marked = processes_with(mark)
             if not marked:
                 return
             for pid in marked:
@@ -165,6 +165,8 @@ class ProcessPool:
 
     def start(self, code: UserCode) -> Process:
         """Start a process that loads the code. Its first answer has the key `LOADED`."""
+        if not IS_LINUX:
+            _say_what_limits_are_missing()
         try:
             supervised = Supervised(code.program, code.spec.sandbox.env)
         except OSError as err:
@@ -312,6 +314,16 @@ class ProcessPool:
                 words = f"{code.name} did not load within {code.load_s:g} s. {code.if_slow}"
         self.end(process)
         self._events.extend((*arrived, (process, FAILED, ProcessFailure(words, is_late))))
+
+
+@functools.cache
+def _say_what_limits_are_missing() -> None:
+    """Say once that code of users runs without most limits of a sandbox."""
+    logger.warning(
+        "this system (%s) has no sandbox: rewards and environments run in plain processes, with "
+        "limits of CPU time and of the size of files.",
+        sys.platform,
+    )
 
 
 def _end(process: Process) -> None:

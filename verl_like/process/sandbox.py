@@ -15,12 +15,14 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_like.config_key import config_field
 from verl_like.errors import ConfigError
+from verl_like.process.machine import IS_LINUX
 
 MARK = "VERL_LIKE_SANDBOX"
 """Environment variable of every process in a sandbox."""
@@ -101,6 +103,16 @@ def visible_environment(extra: Sequence[str] = ()) -> dict[str, str]:
         if name in VISIBLE or name in extra or name.startswith(VISIBLE_PREFIXES):
             variables[name] = value
     return variables
+
+
+def check_can_confine_programs() -> None:
+    """Raise if this system has no sandbox for programs that a model writes."""
+    if not IS_LINUX:
+        raise ConfigError(
+            "programs that a model writes run only on Linux, in a sandbox that this system "
+            f"({sys.platform}) does not have. Train on Linux, or use a reward and an environment "
+            "that run no programs."
+        )
 
 
 def reject_nested_run() -> None:

@@ -29,7 +29,7 @@ from typing import NoReturn
 
 from verl_like.errors import ConfigError
 from verl_like.process.kernel_limits import isolate_network
-from verl_like.process.machine import descendants, proc_fields
+from verl_like.process.machine import IS_LINUX, descendants, proc_fields
 from verl_like.process.sandbox import KILL_S, Sandbox, remove_folder
 
 WATCH_S = 0.2
@@ -43,7 +43,7 @@ DATA = 3
 """The descriptor through which a confined program communicates."""
 
 LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _F_GETPIPE_SZ = 1032  # fcntl names it only on Linux
 _BLOCKS = 8
 """A file counts as at least this many blocks of 512 bytes."""
@@ -63,7 +63,7 @@ def supervise(
     """
     ending: str | None = None
     try:
-        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         if not sandbox.network:
             isolate_network(" Otherwise, set network=true.")
         pipes = {1: os.pipe(), 2: os.pipe()}
@@ -122,7 +122,7 @@ def fork_confined(
 
     code = 1
     try:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         if os.getppid() != parent:  # it died before the line above
             os._exit(code)
         os.setsid()
@@ -165,7 +165,7 @@ def watch(
         os.set_blocking(output, False)
         poll.register(output, select.POLLIN)
     if starter is not None:
-        poll.register(starter, getattr(select, "POLLRDHUP", 0))
+        poll.register(starter, getattr(select, "POLLRDHUP", select.POLLHUP))
     open_outputs, ending = dict(outputs), None
     next_look = time.monotonic() + WATCH_S
     with contextlib.ExitStack() as closing:
@@ -189,7 +189,10 @@ def watch(
                 ending = ending or excess(sandbox, folder)
                 next_look = time.monotonic() + WATCH_S
 
+    orphans = [] if IS_LINUX else descendants(os.getpid())  # which nobody would adopt
     _kill(os.killpg, child)  # immediately, so that no fork escapes between two kills
+    for pid in orphans:
+        _kill(os.kill, pid)
     kill_descendants()
     problem = None
     for output in list(open_outputs):
@@ -237,7 +240,7 @@ def describe_exit(status: int, sandbox: Sandbox) -> str:
 
 def excess(sandbox: Sandbox, folder: str) -> str | None:
     """Name a limit that this process's descendants or the files in their folder exceed, or None."""
-    pids = descendants(os.getpid())
+    pids = descendants(os.getpid()) if IS_LINUX else []  # `ps` would take too long
     if len(pids) > sandbox.max_processes:
         return f"had {len(pids)} processes (max_processes={sandbox.max_processes})"
 
@@ -329,7 +332,13 @@ def _kill(kill: Callable[[int, int], None], pid: int) -> None:
         kill(pid, signal.SIGKILL)
 
 
-def prctl(option: int, value: int) -> None:
-    """Call Linux's prctl; on other systems do nothing, so only process groups are killed."""
-    if sys.platform == "linux":
-        LIBC.prctl(option, value, 0, 0, 0)
+def die_with_parent() -> None:
+    """Let the kernel kill this process when its parent dies; do nothing on other systems."""
+    if IS_LINUX:
+        LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parents die; do nothing on other systems."""
+    if IS_LINUX:
+        LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

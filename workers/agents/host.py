@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import os
-import resource
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -28,6 +27,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl_like.errors import ConfigError, nearest
+from verl_like.process.machine import allow_many_open_files
 from verl_like.process.pool import Process, ProcessFailure, ProcessPool, UserCode
 from workers.agents.load_environment import EnvironmentSpec
 from workers.agents.process import KILL, OPEN, ORDER
@@ -88,9 +88,7 @@ class EnvironmentHost:
 
         Each answer of an environment may take at most `step_timeout_s` seconds.
         """
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:  # every open trajectory needs a socket
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        allow_many_open_files()  # every open trajectory needs a socket
         self._step_timeout_s, self._num_starts = step_timeout_s, 0
         self._open: dict[int, _Fork] = {}
         """By number of a trajectory: its process."""

@@ -34,7 +34,7 @@ import numpy as np
 
 from verl_like.errors import nearest
 from verl_like.process.pool import UserEnd, describe_error, pack_messages
-from verl_like.process.supervisor import PR_SET_PDEATHSIG, prctl, supervise
+from verl_like.process.supervisor import die_with_parent, supervise
 from workers.agents.calls import call_like
 from workers.agents.environment import (
     Environment,
@@ -147,7 +147,7 @@ def _play(passed: Sequence[int], loaded: Mapping[str, Loaded], spec: Environment
     The descriptors are those of the connection, and, with `environment.endpoint`, of a listener.
     """
     try:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent()
         os.setsid()
         descriptor, *listeners = passed
         if listeners:

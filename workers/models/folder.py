@@ -11,7 +11,6 @@ import functools
 import json
 import multiprocessing
 import re
-import resource
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from functools import lru_cache
@@ -21,6 +20,7 @@ from typing import Any
 
 from verl_like.errors import ConfigError
 from verl_like.files import is_remote, read_json_object
+from verl_like.process.machine import IS_LINUX, limit_new_memory
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.py"]
@@ -245,9 +245,10 @@ RENDER_MEMORY_BYTES = 2**30
 def check_template(tokenizer: Any) -> None:
     """Render one message in a child process; raise if the template exceeds its limits.
 
-    A chat template is untrusted code.
+    A chat template is untrusted code. On other systems than Linux, a process with threads cannot
+    be forked safely, so templates run without limits.
     """
-    if tokenizer.chat_template is None:
+    if tokenizer.chat_template is None or not IS_LINUX:
         return
     import jinja2.sandbox  # noqa: F401  # before the fork, where another thread may be importing
 
@@ -274,9 +275,7 @@ def check_template(tokenizer: Any) -> None:
 
 def _try(tokenizer: Any, problems: Connection) -> None:
     """Render the message; describe a memory error. Other errors are reported later, per row."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + RENDER_MEMORY_BYTES, now + RENDER_MEMORY_BYTES))
+    limit_new_memory(RENDER_MEMORY_BYTES)
     message = {"role": "user", "content": "a"}
     problem = ""
     try:

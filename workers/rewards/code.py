@@ -41,6 +41,7 @@ from typing import Any
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
 from verl_like.process.pool import Process, ProcessFailure, ProcessPool
+from verl_like.process.sandbox import check_can_confine_programs
 from workers.rewards.program import Program
 
 _BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
@@ -82,6 +83,7 @@ def run_tests(
         network: let the program use the network.
         trust_programs: accept asserts whose expected side cannot be hidden from the program.
     """
+    check_can_confine_programs()
     tests = json.loads(ground_truth) if isinstance(ground_truth, str) else dict(ground_truth)
     open_assert = find_open_assert(tests)
     if open_assert is not None and not trust_programs:

@@ -15,7 +15,6 @@ import contextlib
 import json
 import os
 import secrets
-import signal
 import sys
 import tempfile
 import time
@@ -36,10 +35,9 @@ from verl_like.process.sandbox import Sandbox, remove_folder
 from verl_like.process.supervisor import (
     DATA,
     ENDED_WELL,
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_PDEATHSIG,
+    adopt_orphans,
+    die_with_parent,
     fork_confined,
-    prctl,
     watch,
 )
 
@@ -72,8 +70,8 @@ def main(pipe: Connection, network: str) -> None:
     """Run programs until the other end closes; `network` is "on" or "off"."""
     parent = UserEnd(os.dup(pipe.fileno()))
     pipe.close()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent()
+    adopt_orphans()
     if network == "off":
         try:
             isolate_network()

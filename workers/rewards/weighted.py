@@ -23,7 +23,7 @@ from torch import Tensor
 
 from verl_like.batch.protocol import DataProto
 from verl_like.errors import ConfigError, RewardError
-from verl_like.process.sandbox import Sandbox
+from verl_like.process.sandbox import Sandbox, check_can_confine_programs
 from verl_like.tensor_ops import last_places
 from workers.columns import format_like, read_columns
 from workers.config import (
@@ -149,6 +149,8 @@ def _scorer(
         runs_programs = any(REWARDS[source] is code for source in rows.data_sources)
         spec = FunctionSpec(deadline=config.timeout_s)
         spec = replace(spec, kwargs=trust_kwargs(spec.path, spec.name, settings.trust_programs))
+    if runs_programs:
+        check_can_confine_programs()
     if runs_programs and rows.has_open_asserts and not settings.trust_programs:
         from workers.rewards.code import NOT_TRUSTED
 

@@ -27,7 +27,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from verl_like.calls.deadlines import in_daemon
 from verl_like.errors import WeightSyncError
 from verl_like.process.info import environment, new_secret
-from verl_like.process.machine import address_toward
+from verl_like.process.machine import address_toward, loopback_interface
 from verl_like.process.store import SignedStore, open_store
 from workers.weights.channel import TRANSFER_TIMEOUT, Channel, Connection, name_errors
 
@@ -76,7 +76,7 @@ def open_weight_store(toward: str = "") -> tuple[TCPStore, str]:
     this run can reach the store; on one machine, they use loopback.
     """
     host = LOOPBACK
-    if toward or os.environ.get("GLOO_SOCKET_IFNAME") != "lo":
+    if toward or os.environ.get("GLOO_SOCKET_IFNAME") != loopback_interface():
         host = address_toward(toward or os.environ.get("MASTER_ADDR", ""))
     store = open_store(host)
     store.set_timeout(JOIN_TIMEOUT)
@@ -279,8 +279,9 @@ def _gloo_devices(host: str) -> list[Any]:
     name, which is often loopback.
     """
     gloo = dist.ProcessGroupGloo
-    names = os.environ.get("GLOO_SOCKET_IFNAME") or "lo"
-    if host == LOOPBACK or names == "lo":
+    loopback = loopback_interface()
+    names = os.environ.get("GLOO_SOCKET_IFNAME") or loopback
+    if host == LOOPBACK or names == loopback:
         return [gloo.create_device(hostname=address_toward(host))]
     return [gloo.create_device(interface=name) for name in names.split(",")]
 

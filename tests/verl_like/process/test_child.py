@@ -53,6 +53,7 @@ def test_children_do_not_run_a_script_without_a_main_guard(tmp_path: Path) -> No
     assert done.stdout == "the session begins\nhere\n"
 
 
+@pytest.mark.linux
 def test_a_child_that_ends_before_it_connects_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen] = []
 

@@ -10,8 +10,10 @@ import pytest
 
 from trainer import PPO, run
 from verl_like.errors import ConfigError
+from verl_like.process import sandbox
 from verl_like.process.kernel_limits import _restrict_with_landlock, isolate_network
 from verl_like.process.sandbox import MARK, visible_environment
+from workers.rewards.code import run_tests
 
 
 def test_the_visible_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +49,13 @@ class NoNamespaces:
         return -1
 
 
+def test_programs_of_a_model_are_rejected_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "IS_LINUX", False)
+    with pytest.raises(ConfigError, match="programs that a model writes run only on Linux"):
+        run_tests("code", "print(1)", {"inputs": [""], "outputs": ["1"]})
+
+
+@pytest.mark.linux
 def test_a_machine_without_landlock_or_namespaces_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ def server() -> dist.TCPStore:
     return open_store("127.0.0.1")
 
 
+@pytest.mark.linux
 def test_a_store_listens_only_at_its_address(server: dist.TCPStore) -> None:
     ports = {port: address for address, port, _ in listeners([os.getpid()])}
     assert ports[server.port] == "127.0.0.1"

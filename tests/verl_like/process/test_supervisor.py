@@ -53,6 +53,7 @@ def test_output_that_the_console_rejects_is_dropped() -> None:
         _OutputForwarder().forward(console.fileno(), b"printed")
 
 
+@pytest.mark.linux
 def test_memory_files_and_pipes_count_as_memory() -> None:
     before = _memory_of_descriptors([os.getpid()])
     memory, pipe = os.memfd_create("test"), os.pipe()

@@ -95,6 +95,7 @@ def test_every_trajectory_gets_its_own_replies(host: EnvironmentHost, act: str) 
         time.sleep(0.3 if number == 0 else 0.0)
 
 
+@pytest.mark.linux
 def test_code_that_kills_its_supervisor_is_killed(
     hostile: EnvironmentSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +111,7 @@ def test_code_that_kills_its_supervisor_is_killed(
     assert not os.path.exists(folder)
 
 
+@pytest.mark.linux
 def test_a_paused_supervisor_ends_as_soon_as_its_host_closes(
     host: EnvironmentHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

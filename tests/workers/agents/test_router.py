@@ -84,6 +84,7 @@ def connect_strangers(opened: Router, count: int) -> subprocess.Popen[str]:
     return strangers
 
 
+@pytest.mark.linux
 def test_idle_connections_of_strangers_do_not_end_the_endpoint(
     opened: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:

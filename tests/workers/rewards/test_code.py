@@ -32,6 +32,7 @@ from workers.rewards.functions import default_compute_score
 from workers.rewards.program import Program
 from workers.rewards.scorer import FunctionSpec, Scorer
 
+pytestmark = pytest.mark.linux
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
 CALLS = {"fn_name": "add", "inputs": ["1\n2", [3, 4]], "outputs": ["3", [7]]}
 ASSERTS = {"asserts": ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]}

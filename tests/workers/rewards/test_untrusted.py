@@ -267,6 +267,8 @@ from verl_like.process.machine import descendants
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 
+pytestmark = pytest.mark.linux
+
 scorer = Scorer(FunctionSpec(), 60.0)  # garbage collection would stop it
 scorer.start()
 print(*descendants(os.getpid()), flush=True)

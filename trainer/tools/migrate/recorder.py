@@ -21,7 +21,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
 import stat
 import tempfile
 import time
@@ -35,10 +34,9 @@ from verl_like.process.child import start_child
 from verl_like.process.kernel_limits import isolate_network, restrict_writes
 from verl_like.process.sandbox import MARK, Sandbox, remove_folder
 from verl_like.process.supervisor import (
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_PDEATHSIG,
+    adopt_orphans,
+    die_with_parent,
     fork_confined,
-    prctl,
     watch,
 )
 
@@ -248,8 +246,8 @@ class Recording:
 def main(pipe: Connection) -> None:
     """Answer one `Script` with a `Recording`, or with the reason why it has no sandbox."""
     script = pipe.recv()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    die_with_parent()
+    adopt_orphans()
     try:
         isolate_network()
         pipe.send(run(script))

@@ -43,6 +43,7 @@ from verl_like.errors import PlacementError, WaitTimeoutError, WorkerError, join
 from verl_like.placement.plan import ROUNDING
 from verl_like.placement.pools import NodeSpec
 from verl_like.process.info import ONE_THREAD, environment
+from verl_like.process.machine import is_running
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -209,7 +210,7 @@ def _session_folder() -> Path:
         parent = private_folder("/tmp")
     for old in parent.glob("ray-*-*"):
         pid = old.name.split("-")[1]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+        if pid.isdigit() and not is_running(int(pid)):
             shutil.rmtree(old, ignore_errors=True)
     folder, owner = Path(tempfile.mkdtemp(prefix=f"ray-{os.getpid()}-", dir=parent)), os.getpid()
 

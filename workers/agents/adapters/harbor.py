@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_like.errors import ConfigError, join_few, nearest
+from verl_like.process.machine import loopback_interface
+from verl_like.process.sandbox import check_can_confine_programs
 from workers.agents.environment import EnvironmentAdapter
 
 Done = subprocess.CompletedProcess[str]
@@ -68,6 +70,7 @@ def container_program(runtime: str) -> str:
             "as DOCKER_HOST. As root, podman needs CONTAINER_HOST, the address of a `podman "
             "system service`. Set environment.kwargs.runtime=local to run without containers."
         )
+    check_can_confine_programs()
     return ""
 
 
@@ -99,7 +102,7 @@ class Container:
         if "memory_mb" in settings:
             command.append(f"--memory={settings['memory_mb']}m")
         may_connect = settings.get("allow_internet", settings.get("network_mode") != "no-network")
-        if not may_connect or {name for _, name in socket.if_nameindex()} <= {"lo"}:
+        if not may_connect or {name for _, name in socket.if_nameindex()} <= {loopback_interface()}:
             command.append("--network=none")  # the sandbox or the task forbids network access
         command += [_image(program, task, settings), "sh", "-c", f"echo {BEGUN}; exec cat"]
         process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, **TEXT)

@@ -108,6 +108,7 @@ def test_hurry_writes_the_rest_at_once(
     assert (own_children(), caplog.messages) == (children_before, [])
 
 
+@pytest.mark.linux
 def test_the_rest_of_a_killed_writer_is_written_with_a_warning(
     children_before: set[int],
     halted: Future[Files],
@@ -181,6 +182,7 @@ def test_a_file_is_written_in_blocks_and_from_an_offset(
     assert path.read_bytes() == contents
 
 
+@pytest.mark.linux
 def test_a_deleted_copy_frees_its_memory() -> None:
     copy = background_copies._FileCopy()
     inode = os.fstat(copy.descriptor).st_ino
