@@ -68,7 +68,7 @@ install_torch() {
     if "$py" -c 'import re, sys, torch; sys.exit(not (2, 11) <= tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 14))' 2>/dev/null; then
         return
     fi
-    if nvidia-smi -L >/dev/null 2>&1; then
+    if [ "$(uname)" != Linux ] || nvidia-smi -L >/dev/null 2>&1; then
         install_or_exit "torch>=2.11,<2.14"
     elif ! install_packages "torch==2.13.0+cpu" 2>/dev/null; then
         say "no CPU build torch==2.13.0+cpu where pip looks; installing torch==2.13.0 (on Linux with its CUDA packages: several GB)"
