@@ -53,7 +53,7 @@ GENERATED = re.compile(r"<!-- begin .*?<!-- end .*?-->", re.S)
 FENCED = re.compile(r"^```(?P<info>[^\n]*)\n(?P<code>.*?)^```", re.M | re.S)
 INDENTED = re.compile(r"^ {4}.*$", re.M)
 IN_BACKTICKS = re.compile("`([^`]+)`")
-ENDS = {"|", "&&", ";", ">"}
+ENDS = {"||", "|", "&&", ";", ">"}
 """Words of the shell after which another command begins."""
 DROPPED = {"...", "…", "key=value"}
 """Words that stand for further settings."""

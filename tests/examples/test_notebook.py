@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,25 @@ def read() -> Any:
 
 
 def test_the_notebook_has_no_more_code_than_with_trl() -> None:
-    cells = [cell for cell in read().cells if cell.cell_type == "code"]
+    cells = [cell for cell in read().cells if cell.cell_type == "code" and cell.id != "install"]
     code = [line for cell in cells for line in cell.source.splitlines() if line.strip()]
     assert len(code) <= LINES_OF_TRL
     assert max(map(len, code)) <= 100
+
+
+def test_the_first_cell_installs_the_package_only_if_it_is_missing(tmp_path: Path) -> None:
+    cell = next(cell for cell in read().cells if cell.cell_type == "code")
+    command = cell.source.removeprefix("!")
+    (tmp_path / "verl_like-1-py3-none-any.whl").touch()
+    pip = tmp_path / "pip"
+    pip.write_text('#!/bin/sh\necho "$@" >>calls\ntest "$1" = install -o -e installed\n')
+    pip.chmod(0o755)
+    for _ in range(2):
+        subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, env={"PATH": "."}, check=True)
+        (tmp_path / "installed").touch()
+    show, install, show_again = (tmp_path / "calls").read_text().splitlines()
+    assert show == show_again == "show -q verl-like"
+    assert install == "install -q verl_like-1-py3-none-any.whl"
 
 
 def test_the_page_shows_the_notebook_with_its_outputs() -> None:

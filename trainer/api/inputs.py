@@ -21,11 +21,12 @@ import inspect
 import sys
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from types import CodeType
-from typing import Any
+from types import CodeType, FunctionType
+from typing import Any, get_type_hints
 
 import cloudpickle
 import torch
@@ -346,9 +347,22 @@ def _reduce_code(code: CodeType) -> tuple[Any, ...]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A pickler that keeps functions' file names, so that errors name the user's line."""
+    """A pickler that keeps functions' file names and types.
+
+    Errors then name the user's line. With `from __future__ import annotations`, types are text,
+    and names that only such text uses would be missing where the function is loaded.
+    """
 
     dispatch_table = ChainMap({CodeType: _reduce_code}, cloudpickle.Pickler.dispatch_table)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Reduce an object; of a function, evaluate the annotations."""
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, FunctionType) and isinstance(reduced, tuple):
+            # a name that exists only for type checkers stays text
+            with suppress(AttributeError, NameError, SyntaxError, TypeError):
+                reduced[2][1]["__annotations__"] = get_type_hints(obj, include_extras=True)
+        return reduced
 
 
 def _importable(code: Callable[..., Any]) -> tuple[str, str] | None:

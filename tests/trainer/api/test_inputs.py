@@ -15,6 +15,7 @@ from trainer.api.inputs import (
     file_names,
     is_file_name,
     model_path,
+    place_of_code,
     prompt_row,
     rows_in_memory,
     write_rows,
@@ -22,6 +23,8 @@ from trainer.api.inputs import (
 from trainer.data.config import DataConfig
 from trainer.data.files import other_columns
 from verl_like.errors import ConfigError
+from verl_like.registry import load_attribute
+from workers.agents.load_environment import Loaded
 
 CHAT = [{"role": "user", "content": "say a"}]
 
@@ -98,3 +101,23 @@ def test_a_model_in_memory_is_written_with_its_tokenizer(tiny_dir: Path, tmp_pat
         model_path(model, tokenizer, tmp_path)
     with pytest.raises(ConfigError, match="is the one in its folder"):
         model_path("gpt2", tokenizer, tmp_path)
+
+
+CELL = '''
+from __future__ import annotations
+from typing import Literal
+from verl_like import Environment
+
+class Rooms(Environment):
+    def look(self, where: Literal["left", "right"], times: int = 1) -> str:
+        """Look there."""
+'''
+
+
+def test_types_that_only_annotations_name_come_along_with_a_class(tmp_path: Path) -> None:
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec(CELL, cell)
+    file, name = place_of_code(cell["Rooms"], tmp_path / "code", "Rooms")
+    loaded = load_attribute(file, name, "environment", "environment")
+    (tool,) = Loaded(loaded, {}, []).tools
+    assert tool.schema["function"]["parameters"]["properties"]["where"]["enum"] == ["left", "right"]
