@@ -1,4 +1,4 @@
-"""usage: verl-like bisect A B [--force] [--json]
+"""usage: verl-like bisect A B [--force [--keep DIR]] [--json]
 
 Finds the first number that differs between two runs, and why:
 
@@ -17,6 +17,8 @@ that differ and the metrics at the end follows.
   --force  if samples differ, repeat B's steps with A's samples, one after the
            other, and compare them; B is a run folder of verl-like, with as many
            samples per step as A
+  --keep DIR
+           keep the record of these steps of B in a new folder
   --json   print one JSON object
 
 The exit code is 0 if all is equal up to rounding, 1 if a number differs, and 2
@@ -37,7 +39,7 @@ from trainer.run_folder.folder import CONFIG_FILE
 from trainer.tools.bisect.causes import causes_of
 from trainer.tools.bisect.sides import Side, Step, open_side
 from trainer.tools.bisect.walk import Finding, decoded, same_rows, walk
-from verl_like.errors import VerlLikeError
+from verl_like.errors import ConfigError, VerlLikeError
 from verl_like.record import RecordError
 from verl_like.terminal import draw_table, usage_text
 
@@ -51,10 +53,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("a", metavar="A")
     parser.add_argument("b", metavar="B")
     parser.add_argument("--force", action="store_true")
+    parser.add_argument("--keep", type=Path, metavar="DIR")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     try:
-        finding = bisect(options.a, options.b, force=options.force)
+        finding = bisect(options.a, options.b, force=options.force, keep=options.keep)
     except (VerlLikeError, RecordError, OSError) as error:
         finding = Finding("cannot tell", str(error))
     if options.json:
@@ -64,11 +67,16 @@ def main(arguments: Sequence[str]) -> None:
     sys.exit(CODES[finding.verdict])
 
 
-def bisect(first: str, other: str, force: bool = False) -> Finding:
+def bisect(first: str, other: str, force: bool = False, keep: Path | None = None) -> Finding:
     """Return the first difference between two sides, with its causes.
 
-    If the samples differ, `force` also compares B's steps on A's samples.
+    If the samples differ, `force` also compares B's steps on A's samples, whose record is copied
+    to the folder `keep`.
     """
+    if keep is not None and (keep.exists() or not force):
+        raise ConfigError(
+            f"--keep {keep}: use it with --force, and name a folder that is not there."
+        )
     a, b = open_side(first), open_side(other)
     finding, steps = explained(a, b)
     if steps is None or same_rows(*steps) is not None or "responses" not in steps[0].arrays:
@@ -76,7 +84,7 @@ def bisect(first: str, other: str, force: bool = False) -> Finding:
     if force:
         from trainer.tools.bisect.forced import with_samples_of
 
-        sides = with_samples_of(a, b, Path(other), finding.step)
+        sides = with_samples_of(a, b, Path(other), finding.step, keep)
         finding.forced_steps = sorted(number for number in sides[1].steps if number > 0)
         finding.forced, _ = explained(*sides)
     elif (Path(other) / CONFIG_FILE).is_file():

@@ -11,6 +11,8 @@ Prints every training that a shell script would start as a verl-like command:
                        # train_ppo_ray, train_sft, _rm, _dpo
   verl-like migrate trl "trl grpo --config grpo.yaml"
                        # grpo, sft, reward, dpo, kto; or a YAML
+  verl-like migrate trl records/trl
+                       # what RecordCallback wrote of a script's trainer
   verl-like migrate colossalchat mmmt_prompt.sh
                        # train_prompts, 1mmt_prompt, mmmt_prompt
   verl-like migrate verl python3 -m verl.trainer.main_ppo data.train_files=x ...

@@ -139,7 +139,8 @@ class RecordedSteps:
         self._recorder = Recorder(self._folder, "verl-like", self._settings)
         norms = norms_of(trainer)
         if trainer.global_step == 0:
-            self._recorder.step(0, weight_norms=norms["weight_norms"])
+            weights = {name: norms[name] for name in ("weight_norms", "weight_projections")}
+            self._recorder.step(0, **weights)
 
     def on_update(self, trainer: Any, batch: DataProto) -> None:
         """Take the columns while the workers compute."""

@@ -34,7 +34,7 @@ LOSS_AGG_MODES = (
 )
 """Ways to reduce token losses to one number."""
 SHUFFLE_SEED = 42
-_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_swapped")
+_KL = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "k3_unclamped", "k3_swapped")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 """Estimators of the KL divergence; with a trailing +, the gradient is that of k2."""
 

@@ -56,6 +56,14 @@ def k3(log_ratio: Tensor) -> Tensor:
     return (inverse.exp() - inverse - 1).clamp(min=-10.0, max=10.0)
 
 
+def k3_unclamped(log_ratio: Tensor) -> Tensor:
+    """exp(-x) - 1 + x, without a bound: a token whose reference is far away dominates the mean.
+
+    Source: TRL's GRPO
+    """
+    return (-log_ratio).exp() - 1 + log_ratio
+
+
 def k3_swapped(log_ratio: Tensor) -> Tensor:
     """exp(x) - 1 - x: k3 with policy and reference swapped; clamped to 10.
 
@@ -75,6 +83,7 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "k2": k2,
     "low_var_kl": k3,
     "k3": k3,
+    "k3_unclamped": k3_unclamped,
     "k3_swapped": k3_swapped,
 }
 

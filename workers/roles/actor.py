@@ -40,7 +40,7 @@ from workers.training.engine import TrainEngine
 from workers.training.loss import Loss, lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import Columns, MiniBatch, pass_budget
-from workers.training.optim import moment_norms, norms_by_name
+from workers.training.optim import moment_norms, norms_by_name, projection
 from workers.training.passes.lm_head import TokenOutputs
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.update import update_model
@@ -217,6 +217,8 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
     def norms(self) -> dict[str, dict[str, float]]:
         """Return norms of weights, moments and the last step's gradients, by the weights' names.
 
+        `weight_projections` show the direction of each weight.
+
         Gradients are those before clipping. Their norms are computed from the first call on.
         """
         gradients, self.engine.gradient_norms = self.engine.gradient_norms or {}, {}
@@ -224,7 +226,10 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
         if self.engine.optimizer is not None:
             norms |= moment_norms(self.engine.optimizer, self.engine.module)
         tensors = self.engine.named_full_tensors()  # of large models, not all at once
-        norms["weight_norms"] = {n: norms_by_name([(n, x)])[n] for n, x in tensors}
+        norms |= {"weight_norms": {}, "weight_projections": {}}
+        for name, tensor in tensors:
+            norms["weight_norms"] |= norms_by_name([(name, tensor)])
+            norms["weight_projections"][name] = projection(tensor)
         return norms
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -355,6 +355,23 @@ def norms_by_name(named: Iterable[tuple[str, Tensor | None]], order: float = 2) 
     return dict(zip(tensors, torch.stack(full).tolist() if full else [], strict=True))
 
 
+def projection(weight: Tensor) -> float:
+    """Return a projection of a weight to fixed random signs, divided by the weight's norm.
+
+    It changes with the weight's direction, which hardly changes the norm.
+    """
+    matrix = weight.detach().reshape(len(weight) if weight.dim() > 1 else 1, -1)
+    left, right = (signs(size).to(matrix.device) for size in matrix.shape)
+    along = float(left.double() @ (matrix @ right.to(matrix.dtype)).double())
+    return along / max(float(matrix.norm()), 1e-30)
+
+
+def signs(size: int) -> Tensor:
+    """Return this many random signs, the same ones in every process."""
+    generator = torch.Generator().manual_seed(size)
+    return torch.randint(0, 2, (size,), generator=generator) * 2 - 1
+
+
 def moment_norms(
     optimizer: torch.optim.Optimizer, module: nn.Module
 ) -> dict[str, dict[str, float]]:

@@ -18,6 +18,7 @@ KL_FORMULAS = {
     "k2": lambda x: x * x / 2,
     "low_var_kl": lambda x: math.exp(-x) - 1 + x,
     "k3": lambda x: math.exp(-x) - 1 + x,
+    "k3_unclamped": lambda x: math.exp(-x) - 1 + x,
     "k3_swapped": lambda x: math.exp(x) - 1 - x,
 }
 
@@ -38,6 +39,11 @@ def test_kl_estimates_equal_their_formulas_and_plus_has_k2_s_gradient(name: str)
 
 def test_k3_is_clamped() -> None:
     assert kl_penalty(torch.tensor([-1e4]), torch.tensor([0.0]), "k3").item() == 10.0
+    far = torch.tensor([-6.0], requires_grad=True)
+    unclamped = kl_penalty(far, torch.tensor([0.0]), "k3_unclamped")
+    assert unclamped.item() == pytest.approx(math.exp(6) - 7)  # as in TRL 1.16
+    unclamped.backward()
+    assert far.grad.item() == pytest.approx(1 - math.exp(6))
 
 
 @pytest.mark.parametrize("name", ["full", "k4+", "low_var"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,17 @@ from verl_like.errors import ConfigError
 from workers.columns import read_column
 from workers.rollout.sample import LENGTH_LIMIT, Sample, to_batch
 
+LOG_PROBS = ("rollout_log_probs", "old_log_probs", "log_probs")
+"""Fields that may have the sampler's log-probs; on-policy, those of the loss are equal to them."""
 
-def with_samples_of(a: Side, b: Side, folder: Path, first: int) -> tuple[Side, Side]:
-    """Return both sides from step `first` on, in which B trains on A's samples and scores."""
+
+def with_samples_of(
+    a: Side, b: Side, folder: Path, first: int, keep_in: Path | None = None
+) -> tuple[Side, Side]:
+    """Return both sides from step `first` on, in which B trains on A's samples and scores.
+
+    The record of these steps is copied to the folder `keep_in`.
+    """
     numbers = sorted(number for number in a.steps.keys() & b.steps.keys() if number >= first)
     samples: dict[int, Samples] = {}
     for number in numbers:
@@ -36,6 +45,8 @@ def with_samples_of(a: Side, b: Side, folder: Path, first: int) -> tuple[Side, S
     sides: list[Side] = []
 
     def keep(run_folder: Path) -> None:
+        if keep_in is not None:
+            shutil.copytree(run_folder / RECORD, keep_in)
         repeated = recorded_side(b.name, run_folder / RECORD)
         arrays = {number: repeated.load(number) for number in repeated.steps}
         sides.append(replace(b, steps=repeated.steps, load=arrays.__getitem__))
@@ -60,7 +71,8 @@ def batch_with(step: Step, trainer: Any, batch: DataProto) -> DataProto:
         raise ConfigError(f"--force: A has {len(responses)} samples in a step, B {len(batch)}.")
     version = int(read_column(batch, "policy_version").max())
     masks = arrays.get("response_mask", np.ones(arrays["responses"].shape))
-    log_probs = arrays.get("rollout_log_probs", arrays.get("old_log_probs", 0.0 * masks))
+    known = [arrays[name] for name in LOG_PROBS if name in arrays]
+    log_probs = known[0] if known else 0.0 * masks
     truncated = arrays.get("truncated", np.zeros(len(batch)))
     uids = [str(group) for group in arrays.get("group", [row.tolist() for row in prompts])]
     indices = [uids[:row].count(uid) for row, uid in enumerate(uids)]
@@ -83,8 +95,12 @@ def batch_with(step: Step, trainer: Any, batch: DataProto) -> DataProto:
     scores[torch.arange(len(samples)), last] = torch.tensor(arrays["scores"]).float()
     texts = trainer.rollouts.tokenizer.batch_decode(responses, skip_special_tokens=True)
     objects = {"uid": uids, "response_text": texts}
-    return DataProto.from_dict(
+    forced = DataProto.from_dict(
         {**forced.columns, "sample_index": torch.tensor(indices), "token_level_scores": scores},
         {**batch.non_tensor_batch, **forced.non_tensor_batch, **objects},
         meta_info=batch.meta_info,
     )
+    if "old_log_probs" in arrays:  # to compare them; without them, the update would compute its own
+        log_probs_of_b = trainer.call("actor", "compute_log_prob", forced).batch()
+        forced.set_columns({"old_log_probs": log_probs_of_b.column("old_log_probs")})
+    return forced

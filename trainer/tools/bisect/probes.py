@@ -316,7 +316,7 @@ ESTIMATORS = (
     *("grpo", "rloo", "grpo_batch_std", "reinforce_plus_plus_baseline", "reinforce_plus_plus"),
     *("opo", "gpg", "grpo_passk", "gae", "coati", "remax", *SCORE_ESTIMATORS),
 )
-KLS = (NONE, "low_var_kl", "kl", "mse", "abs")
+KLS = (NONE, "low_var_kl", "k3_unclamped", "kl", "mse", "abs")
 PROBES: dict[str, tuple[Probe, ...]] = {
     "log-probs": (
         Probe("temperature", f"{ROLLOUT}.temperature temperature", TEMPERATURES),
@@ -406,7 +406,10 @@ def fitting_settings(name: str, step: Step) -> list[Settings]:
 
 
 def fitted(name: str, step: Step, settings: Settings, changed: set[str]) -> Settings | None:
-    """Return the settings, with the coefficient of a KL that fits; None if the numbers differ."""
+    """Return the settings, with the coefficient of a KL that fits; None if the numbers differ.
+
+    A coefficient that is in the settings is not fitted.
+    """
     formula, stage = FORMULAS[name]
     try:
         numbers = formula(name, step, settings, changed)
@@ -422,7 +425,9 @@ def fitted(name: str, step: Step, settings: Settings, changed: set[str]) -> Sett
     for unit in added:
         exact = float(((recorded - base) * unit).sum() / max((unit**2).sum(), 1e-20))
         coefficient = float(f"{exact:.{2 if recorded.ndim == 0 else 4}g}")
-        if coefficient <= 0 or abs(exact - coefficient) > 2e-3 * coefficient:
+        if "coefficient" in settings:
+            coefficient = settings["coefficient"]
+        elif coefficient <= 0 or abs(exact - coefficient) > 2e-3 * coefficient:
             return None
         base, settings = base + coefficient * unit, settings | {"coefficient": coefficient}
     absolute, relative = (1e-3, 0.0) if stage == "log-probs" else (3e-6, 2e-5)
@@ -434,6 +439,6 @@ def formulas_of(name: str, steps: Sequence[Step]) -> list[list[Settings]]:
     """Return the settings that give each side's numbers; none if some give both sides' numbers."""
     fits = [fitting_settings(name, step) for step in steps] if name in FORMULAS else [[], []]
     for step, of_other in zip(steps, reversed(fits), strict=True):
-        if any(fitted(name, step, settings, set()) == settings for settings in of_other):
+        if any(fitted(name, step, settings, set()) is not None for settings in of_other):
             return [[], []]
     return fits

@@ -6,6 +6,8 @@ the loss, the gradients, the learning rate and the norms of weights.
 
 from __future__ import annotations
 
+import inspect
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from verl_like.record import Recorder
-from workers.training.optim import moment_norms, norms_by_name
+from workers.training.optim import moment_norms, norms_by_name, projection
 
 NAMES = {
     "prompts": "prompt_ids",
@@ -25,6 +27,8 @@ NAMES = {
     "advantages": "advantages",
 }
 """Field of a record -> key of TRL's batch."""
+PLAIN = (bool, int, float, str)
+"""Types of arguments that a command line has."""
 
 
 class RecordCallback(TrainerCallback):
@@ -36,24 +40,23 @@ class RecordCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Any, folder: str) -> None:
-        path = trainer.model.config._name_or_path
-        config = trainer.args.to_dict() | {"model_name_or_path": path}
-        self.recorder = Recorder(folder, "trl", config)
+        self.recorder = Recorder(folder, "trl", settings_of(trainer))
         self.trainer, tokenizer = trainer, trainer.processing_class
         tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
         self.ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         self.arrays: dict[str, Any] = {}
         self.numbers: dict[str, Any] = {}
         self.passes: list[tuple[Any, Any]] = []
-        self.recorder.step(0, weight_norms=norms_by_name(trainer.model.named_parameters()))
-        for name, watch in (
-            ("_generate_and_score_completions", self.on_samples),
-            ("_calculate_rewards", self.on_rewards),
-            ("_get_per_token_logps_and_entropies", self.on_log_probs),
-            ("compute_loss", self.on_loss),
+        self.recorder.step(0, **weights_of(trainer.model))
+        for owner, name, watch in (
+            (trainer, "_generate_and_score_completions", self.on_samples),
+            (trainer, "_calculate_rewards", self.on_rewards),
+            (trainer, "_get_per_token_logps_and_entropies", self.on_log_probs),
+            (trainer, "compute_loss", self.on_loss),
+            (trainer.accelerator, "clip_grad_norm_", self.on_clipping),
         ):
-            if hasattr(trainer, name):
-                setattr(trainer, name, watched(getattr(trainer, name), watch))
+            if hasattr(owner, name):
+                setattr(owner, name, watched(getattr(owner, name), watch))
 
     def on_samples(self, batch: Any, trainer_inputs: Any) -> None:
         """Take the batch of a generation."""
@@ -83,6 +86,10 @@ class RecordCallback(TrainerCallback):
         if loss.requires_grad:
             self.numbers["loss"] = self.numbers.get("loss", 0.0) + float(loss.detach())
 
+    def on_clipping(self, norm: Any, accelerator_inputs: Any) -> None:
+        """Take the norm of the gradients before they are clipped."""
+        self.numbers["grad_norm"] = float(norm)
+
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take the gradients, which are clipped by now, and the learning rate."""
         named = kwargs["model"].named_parameters()
@@ -91,11 +98,45 @@ class RecordCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the step."""
-        weights = norms_by_name(kwargs["model"].named_parameters())
-        norms = moment_norms(kwargs["optimizer"], kwargs["model"]) | {"weight_norms": weights}
+        norms = moment_norms(kwargs["optimizer"], kwargs["model"]) | weights_of(kwargs["model"])
         self.arrays |= log_probs(self.arrays, self.passes)
+        if "log_probs" in self.arrays:  # TRL's old log-probs, if it has not computed them before
+            self.arrays.setdefault("old_log_probs", self.arrays["log_probs"])
         self.recorder.step(state.global_step, self.arrays, **self.numbers, **norms)
         self.arrays, self.numbers, self.passes = {}, {}, []
+
+
+def weights_of(model: Any) -> dict[str, dict[str, float]]:
+    """Return norm and projection of every weight."""
+    named = dict(model.named_parameters())
+    projections = {name: projection(weight) for name, weight in named.items()}
+    return {"weight_norms": norms_by_name(named.items()), "weight_projections": projections}
+
+
+def settings_of(trainer: Any) -> dict[str, Any]:
+    """Return TRL's arguments, and what `verl-like migrate trl RECORD` reads next to them.
+
+    `trainer` is TRL's command, `given` the arguments that are not at their defaults, and
+    `reward_funcs` has the file and the name of each reward function, or a model's path.
+    """
+    defaults = {f.name: f.default for f in fields(trainer.args)}
+    config: dict[str, Any] = trainer.args.to_dict()
+    plain = {name: value for name, value in config.items() if isinstance(value, PLAIN)}
+    return config | {
+        "model_name_or_path": trainer.model.config._name_or_path,
+        "trainer": type(trainer).__name__.removesuffix("Trainer").lower(),
+        "given": [
+            name
+            for name, value in plain.items()
+            if value not in (defaults.get(name, value), f"<{name.upper()}>")
+        ],
+        "reward_funcs": [
+            f"{inspect.getsourcefile(reward)}:{reward.__name__}"
+            if inspect.isfunction(reward)
+            else getattr(getattr(reward, "config", None), "_name_or_path", type(reward).__name__)
+            for reward in getattr(trainer, "reward_funcs", [])
+        ],
+    }
 
 
 def log_probs(arrays: dict[str, Any], passes: list[tuple[Any, Any]]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import shlex
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.async_training.recipe import ASYNC
@@ -94,6 +95,10 @@ class System:
     """Returns None for a command that does not train."""
     read_text: Callable[[str], Translation | None] = lambda _: None
     """Returns None for a text that is a shell script."""
+    read_record: Callable[[Path], Translation | None] = lambda _: None
+    """Returns None for a folder without a record."""
+    hint: str = ""
+    """How a Python program with its settings in its code is translated; the end of a sentence."""
     has_rules: bool = False
     """True if a command needs no reward, because rows name built-in rules."""
 
@@ -103,7 +108,14 @@ OTHER_NAMES = "coati", "chatgpt"
 SYSTEMS: Mapping[str, System] = {
     "verl": System("main_ppo", verl.translate, has_rules=True),
     "openrlhf": System("train_ppo_ray, train_sft, train_rm, train_dpo", openrlhf.translate),
-    "trl": System(", ".join(trl.PROGRAMS), trl.translate, trl.read_yaml),
+    "trl": System(
+        ", ".join(trl.PROGRAMS),
+        trl.translate,
+        trl.read_yaml,
+        trl.read_record,
+        hint=" If it has its settings in its code, record a step of it (docs/coming_from_trl.md), "
+        "and pass the record's folder.",
+    ),
     **dict.fromkeys(("colossalchat", *OTHER_NAMES), COATI),
 }
 SCORED = {"reward.function.path", "reward.list", "reward.model.enable"}
@@ -145,6 +157,9 @@ def migrate(
     reader = SYSTEMS[system]
     recording = Recording([Command(list(source))], ENDED_WELL, "")
     if isinstance(source, str):
+        done = reader.read_record(Path(source)) if os.path.isdir(source) else None
+        if done:
+            return [_finished(done, reader)]
         done = reader.read_text(source_text(source))
         if done:
             return [_finished(done, reader)]
@@ -170,14 +185,14 @@ def migrate(
         if is_python(source) and not recording.commands:
             raise ConfigError(
                 f"{source} is a Python program, and its docstring has no command with flags. Pass "
-                "the command that starts its training, in quotes."
+                f"the command that starts its training, in quotes.{reader.hint}"
             )
         if is_page(source_text(source)) and not is_python(source):
             raise ConfigError(
                 "this is a page of prose, not a script. Copy the training command from it into a "
                 "file, or pass the command itself in quotes."
             )
-        problem += f"\n{_how_to_run(system, source)}"
+        problem += f"\n{_how_to_run(system, source)}.{reader.hint}"
     if recording.unset:
         problem += (
             f"\n\nThe script reads variables that are never set: {', '.join(recording.unset)}."

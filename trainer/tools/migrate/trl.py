@@ -6,6 +6,7 @@ examples have these fields, too. `EXAMPLES` says which rows and rewards they hav
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from trainer.tools.migrate.translation import (
     num_processes,
 )
 from verl_like.errors import ConfigError
+from verl_like.files import json_objects
+from verl_like.record import STEPS
 
 PROGRAMS = {
     **{"grpo": "ppo", "rloo": "ppo", "sft": "sft", "reward": "reward-model"},
@@ -113,6 +116,7 @@ PLACES_OF_SCRIPTS = ("examples.scripts.", "trl.scripts.", "trl.experimental.")
 TRL_COMMANDS = ("grpo", "rloo", "sft", "reward", "dpo", "kto")
 """Programs of `trl`."""
 JSON_RATE = re.compile(r'\{\s*"?min_lr_rate"?\s*:\s*([\d.e-]+)\s*\}')
+IMPORTS_TRL = re.compile(r"^(from|import) trl\b", re.MULTILINE)
 FIELD = re.compile(r"\w+:(\s|$)")
 MARKS = {
     "rloo": ("normalize_advantages", "reward_clip_range"),
@@ -186,6 +190,48 @@ def read_yaml(text: str) -> Translation | None:
         return None
     fields = _flags_from_yaml(text)
     return _translated(_known_by_its_fields(fields), fields)
+
+
+def read_record(folder: Path) -> Translation | None:
+    """Return the settings of a run that `RecordCallback` recorded; None without such a record."""
+    heads, _ = json_objects(folder / STEPS, '"record"')
+    config = heads[0].get("config", {}) if heads else {}
+    if "given" not in config:
+        return None
+    program, rewards = config["trainer"], config["reward_funcs"]
+    if program not in PROGRAMS:
+        raise ConfigError(f"{folder}: TRL's {program} has no counterpart here.{HINTS.get(program)}")
+    names = [name for name in config["given"] if name != "reward_weights"]
+    fields = {name: [as_text(config[name])] for name in ("model_name_or_path", *names)}
+    done = _translated(program, fields)
+    done.rename("the rows of trainer.train_dataset", {"data.train_files": ROWS})
+    done.incomplete.append(
+        f"write the rows by trainer.train_dataset.to_parquet({ROWS!r}) in the script, or set "
+        "data.train_files to their file"
+    )
+    if rewards:
+        items = _reward_items(rewards, config.get("reward_weights") or [1.0] * len(rewards))
+        done.rename("reward_funcs", {"reward.list": f"[{', '.join(items)}]"})
+    for path in {reward.rpartition(":")[0] for reward in rewards}:
+        if os.path.isfile(path) and IMPORTS_TRL.search(Path(path).read_text(encoding="utf-8")):
+            done.incomplete.append(
+                f"{path} imports trl: move its reward functions into another file, and name it in "
+                "reward.list"
+            )
+    return done
+
+
+def _reward_items(rewards: Sequence[str], weights: Sequence[float]) -> list[str]:
+    """Return the items of `reward.list` for files with functions, or models."""
+    items, names = [], list[str]()
+    for reward, weight in zip(rewards, weights, strict=True):
+        path, _, function = reward.rpartition(":")
+        name = function if path else last_name(reward.replace("/", "."))
+        names.append(name)
+        name += str(names.count(name)) if names.count(name) > 1 else ""
+        place = f"path: {path}, function: {function}" if path else f"kind: model, path: {reward}"
+        items.append(f"{{name: {name}, {place}, weight: {weight}}}")
+    return items
 
 
 def _is_program(name: str, words: Sequence[str]) -> bool:

@@ -23,7 +23,9 @@ from tests.trainer.tools.migrate.words import (
     translated,
     translated_whole,
 )
+from trainer.tools.migrate.systems import migrate
 from verl_like.errors import ConfigError
+from verl_like.record import Recorder
 from workers.training.optim import build_optimizer
 
 FIELDS = Path(__file__).with_name("trl_fields.txt").read_text(encoding="utf-8").splitlines()
@@ -52,11 +54,11 @@ def test_a_grpo_command_counts_prompts_and_keeps_its_losses() -> None:
     # 4 processes x 8 completions x 2 accumulated = 64 completions, 8 of a prompt
     assert (config.data.train_batch_size, actor.ppo_mini_batch_size, rollout.n) == (8, 8, 8)
     kl = (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type)
-    assert kl == (True, 0.04, "low_var_kl+")
-    assert "use_bias_correction_kl: low_var_kl+ has the gradient" in "\n".join(done.absent)
+    assert kl == (True, 0.04, "k3_unclamped+")
+    assert "use_bias_correction_kl: k3_unclamped+ has the gradient" in "\n".join(done.absent)
     line = f"{GRPO} --use_bias_correction_kl False".replace("\\\n", " ")
     uncorrected = translated_whole("trl", line)
-    assert composed(uncorrected).actor_rollout_ref.actor.kl_loss_type == "low_var_kl"
+    assert composed(uncorrected).actor_rollout_ref.actor.kl_loss_type == "k3_unclamped"
     assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.28, 1e9)
     assert actor.loss_agg_mode == "seq-mean-token-sum-norm"
     assert not config.algorithm.norm_adv_by_std_in_grpo
@@ -319,3 +321,43 @@ def test_a_cosine_schedule_has_trl_s_minimum() -> None:
     command += """cosine_with_min_lr --lr_scheduler_kwargs '{"min_lr_rate": 0.1}'"""
     optim = composed(translated_whole("trl", command)).optim
     assert (optim.lr_scheduler_type, optim.min_lr_ratio) == ("cosine", 0.1)
+
+
+def test_a_recorded_trainer_is_translated_with_its_rewards(tmp_path: Path) -> None:
+    rewards, script = tmp_path / "rewards.py", tmp_path / "train.py"
+    rewards.write_text("def right(completions, **kwargs): ...\n", encoding="utf-8")
+    script.write_text("import torch\nfrom trl import GRPOConfig\n", encoding="utf-8")
+    Recorder(
+        tmp_path / "record",
+        "trl",
+        {
+            **{"trainer": "grpo", "model_name_or_path": "m", "beta": 0.04, "num_generations": 4},
+            **{"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_steps": 20},
+            **{"gradient_accumulation_steps": 2, "generation_batch_size": 16, "use_cpu": True},
+            "activation_checkpointing": False,
+            "given": ["beta", "num_generations", "steps_per_generation", "max_steps", "use_cpu"]
+            + ["gradient_accumulation_steps", "generation_batch_size", "activation_checkpointing"],
+            "reward_funcs": [f"{rewards}:right", f"{script}:right", "org/model"],
+            "reward_weights": [1.0, 0.5, 2.0],
+        },
+    )
+    (done,) = migrate("trl", str(tmp_path / "record"))
+    config = composed(done)
+    assert [(item.name, item.kind, item.weight) for item in config.reward.list] == [
+        *(("right", "function", 1.0), ("right2", "function", 0.5), ("model", "model", 2.0))
+    ]
+    assert config.reward.list[0].path == str(rewards)
+    assert (config.data.train_batch_size, config.data.train_files) == (4, "rows.parquet")
+    assert config.trainer.total_training_steps == 20
+    assert not config.actor_rollout_ref.model.enable_gradient_checkpointing
+    assert [line for line in done.incomplete if line.startswith(f"{script} imports trl")]
+    assert "trainer.train_dataset.to_parquet('rows.parquet')" in done.report()
+
+
+def test_a_script_with_its_settings_in_its_code_is_recorded_first(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from trl import GRPOConfig\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="record a step of it .*pass the record's folder"):
+        migrate("trl", str(script))
+    with pytest.raises(ConfigError, match="record a step of it .*pass the record's folder"):
+        migrate("trl", f"python {script}")
