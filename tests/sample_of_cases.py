@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-FRACTION = 4
+FRACTION = 5
 """A test keeps at least one of so many cases."""
 
 

@@ -18,6 +18,7 @@ COVERED = {
     "gsm8k": "tests/examples/test_gsm8k.py",
     "serve": "tests/trainer/serve/test_sdk.py",
     "carries": "tests/examples/test_carries.py",
+    "from_trl": "tests/examples/test_from_trl.py",
     "smollm2": "tests/examples/test_smollm2.py",
     "shapes": "tests/examples/test_shapes.py",
     "custom_role": "tests/workers/roles/test_custom_role.py",

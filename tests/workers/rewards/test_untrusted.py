@@ -24,6 +24,8 @@ from verl_like.process.supervisor import MAX_OUTPUT
 from workers.rewards.outcome import LATE
 from workers.rewards.scorer import FunctionSpec, Scorer
 
+pytestmark = pytest.mark.linux
+
 UNTRUSTED = """
 import asyncio, ctypes, fcntl, os, signal, socket, subprocess, sys, time
 from pathlib import Path
@@ -266,8 +268,6 @@ import os, sys, time
 from verl_like.process.machine import descendants
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
-
-pytestmark = pytest.mark.linux
 
 scorer = Scorer(FunctionSpec(), 60.0)  # garbage collection would stop it
 scorer.start()

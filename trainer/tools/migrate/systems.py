@@ -98,7 +98,7 @@ class System:
     read_record: Callable[[Path], Translation | None] = lambda _: None
     """Returns None for a folder without a record."""
     hint: str = ""
-    """How a Python program with its settings in its code is translated; the end of a sentence."""
+    """How a Python program with settings in its code is translated; the last line of a message."""
     has_rules: bool = False
     """True if a command needs no reward, because rows name built-in rules."""
 
@@ -113,7 +113,7 @@ SYSTEMS: Mapping[str, System] = {
         trl.translate,
         trl.read_yaml,
         trl.read_record,
-        hint=" If it has its settings in its code, record a step of it (docs/coming_from_trl.md), "
+        hint="\nIf it has its settings in its code, record a step of it (docs/coming_from_trl.md), "
         "and pass the record's folder.",
     ),
     **dict.fromkeys(("colossalchat", *OTHER_NAMES), COATI),
@@ -192,7 +192,7 @@ def migrate(
                 "this is a page of prose, not a script. Copy the training command from it into a "
                 "file, or pass the command itself in quotes."
             )
-        problem += f"\n{_how_to_run(system, source)}.{reader.hint}"
+        problem += f"\n{_how_to_run(system, source)}{reader.hint}"
     if recording.unset:
         problem += (
             f"\n\nThe script reads variables that are never set: {', '.join(recording.unset)}."
