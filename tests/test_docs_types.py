@@ -14,7 +14,7 @@ import pytest
 from tests import ROOT
 from tests.test_docs import BLOCK
 
-NOT_INSTALLED = ("dspy", "langchain_openai", "litellm", "mlflow", "smolagents", "tinker")
+NOT_INSTALLED = ("dspy", "langchain_openai", "litellm", "mlflow", "smolagents", "tinker", "trl")
 """Packages of which the pages show the use, and that the tests do not install."""
 
 

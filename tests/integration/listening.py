@@ -18,7 +18,7 @@ from tests.sockets import ALL_INTERFACES, listeners
 from tests.verl_like.groups import start
 from verl_like import Dispatch, Worker, register
 from verl_like.backends.ray import connect
-from verl_like.process.machine import descendants
+from verl_like.process.family import descendants
 from workers.weights.transfer import WeightSender
 
 

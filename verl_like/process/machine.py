@@ -9,9 +9,7 @@ import contextlib
 import os
 import resource
 import socket
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -110,45 +108,6 @@ def process_state(pid: int) -> str | None:
     except OSError:
         return None
     return stat.rpartition(")")[2].split()[0]  # after the program's name, which may be any text
-
-
-def children(pid: int) -> Iterator[int]:
-    """Yield the children of a process; none without /proc."""
-    tasks = f"/proc/{pid}/task"
-    with contextlib.suppress(OSError):  # that process is gone
-        for thread in os.listdir(tasks):
-            yield from map(int, proc_fields(f"{tasks}/{thread}/children"))
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the children of a process and their descendants, without /proc as `ps` lists them."""
-    children_of = children if IS_LINUX else _children_by_ps()
-    processes: list[int] = []
-    ahead = [pid]
-    while ahead:
-        started = list(children_of(ahead.pop()))
-        processes += started
-        ahead += started
-    return processes
-
-
-def _children_by_ps() -> Callable[[int], list[int]]:
-    """Return a function from a process to its children."""
-    table = subprocess.run(
-        ["ps", "-A", "-o", "pid=,ppid="], capture_output=True, text=True, check=False
-    )
-    by_parent: dict[int, list[int]] = {}
-    for pid, parent in (map(int, line.split()) for line in table.stdout.splitlines()):
-        by_parent.setdefault(parent, []).append(pid)
-    return lambda parent: by_parent.get(parent, [])
-
-
-def processes_with(variable: bytes) -> list[int]:
-    """Return the processes that were started with this NAME=value; none without /proc."""
-    if not IS_LINUX:
-        return []
-    pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-    return [pid for pid in pids if variable in b" ".join(proc_fields(f"/proc/{pid}/environ"))]
 
 
 def limit_new_memory(num_bytes: int) -> None:

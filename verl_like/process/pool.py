@@ -46,7 +46,7 @@ from typing import Any, TypeVar
 
 from verl_like.errors import ConfigError
 from verl_like.process.child import start_child
-from verl_like.process.machine import IS_LINUX, processes_with
+from verl_like.process.machine import IS_LINUX
 from verl_like.process.sandbox import KILL_S, MARK, remove_folder, visible_environment
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,8 @@ class Supervised:
             remove_folder(self.folder)
 
     def _kill_marked(self) -> None:
+        from verl_like.process.family import processes_with  # only the end needs it
+
         end, mark = time.monotonic() + KILL_S, f"{MARK}={self._mark}".encode()
         while time.monotonic() < end:
             marked = processes_with(mark)

@@ -28,8 +28,9 @@ from functools import partial
 from typing import NoReturn
 
 from verl_like.errors import ConfigError
+from verl_like.process.family import descendants
 from verl_like.process.kernel_limits import isolate_network
-from verl_like.process.machine import IS_LINUX, descendants, proc_fields
+from verl_like.process.machine import IS_LINUX, proc_fields
 from verl_like.process.sandbox import KILL_S, Sandbox, remove_folder
 
 WATCH_S = 0.2

@@ -40,7 +40,6 @@ from workers.training.engine import TrainEngine
 from workers.training.loss import Loss, lm_loss
 from workers.training.mfu import memory_in_use, utilization
 from workers.training.microbatch import Columns, MiniBatch, pass_budget
-from workers.training.optim import moment_norms, norms_by_name, projection
 from workers.training.passes.lm_head import TokenOutputs
 from workers.training.role_model_spec import RoleModelSpec
 from workers.training.update import update_model
@@ -221,6 +220,8 @@ class ActorWorker(CheckpointMixin, WeightSender, ModelWorker):
 
         Gradients are those before clipping. Their norms are computed from the first call on.
         """
+        from workers.training.norms import moment_norms, norms_by_name, projection
+
         gradients, self.engine.gradient_norms = self.engine.gradient_norms or {}, {}
         norms = {"grad_norms": gradients}
         if self.engine.optimizer is not None:

@@ -56,7 +56,6 @@ from workers.training.optim import (
     Schedule,
     build_optimizer,
     guarded_step,
-    norms_by_name,
 )
 from workers.training.out_of_memory import run_to_the_end
 from workers.training.passes.forward_backward import INPUTS, TOKENS, Reading
@@ -316,6 +315,8 @@ class TrainEngine(Model):
         copies = [self.module.get_parameter(name) for name in self.layers.copies]
         if self.gradient_norms is not None:
             named = self.module.named_parameters()
+            from workers.training.norms import norms_by_name  # only records need it
+
             self.gradient_norms = norms_by_name((name, p.grad) for name, p in named)
         with settings.applied_to(self.optimizer):
             lr: float = self.optimizer.param_groups[0]["lr"]

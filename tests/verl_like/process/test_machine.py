@@ -15,12 +15,11 @@ import pytest
 
 from tests import ROOT
 from tests.waiting import wait_until
-from verl_like.process import machine
+from verl_like.process import family, machine
+from verl_like.process.family import children, descendants
 from verl_like.process.machine import (
     MAX_OPEN_FILES,
     allow_many_open_files,
-    children,
-    descendants,
     is_running,
     loopback_interface,
     process_state,
@@ -81,7 +80,7 @@ def test_a_quota_of_the_container_limits_the_cores(
 def test_descendants_of_this_process_are_found(
     is_linux: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "IS_LINUX", is_linux and machine.IS_LINUX)
+    monkeypatch.setattr(family, "IS_LINUX", is_linux and machine.IS_LINUX)
     with subprocess.Popen(["/bin/sh", "-c", "/bin/sleep 60; true"]) as shell:
         wait_until(lambda: len({*descendants(os.getpid())} & {*descendants(shell.pid)}) == 1)
         (sleep,) = descendants(shell.pid)

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from verl_like.errors import ConfigError
+from verl_like.process.family import descendants
 from verl_like.process.kernel_limits import can_restrict_writes
-from verl_like.process.machine import descendants
 from workers.rewards.code import (
     _evaluator,
     _runners,

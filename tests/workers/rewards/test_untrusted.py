@@ -18,7 +18,7 @@ from tests.forked import start_python
 from tests.waiting import is_running, wait_until, wait_until_ended
 from verl_like.errors import ConfigError
 from verl_like.process import child
-from verl_like.process.machine import descendants
+from verl_like.process.family import descendants
 from verl_like.process.sandbox import Sandbox
 from verl_like.process.supervisor import MAX_OUTPUT
 from workers.rewards.outcome import LATE
@@ -265,7 +265,7 @@ def is_free(file: TextIO) -> bool:
 
 DRIVER = """
 import os, sys, time
-from verl_like.process.machine import descendants
+from verl_like.process.family import descendants
 from workers.rewards.process import FunctionSpec
 from workers.rewards.scorer import Scorer
 

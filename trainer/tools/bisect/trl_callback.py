@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from verl_like.record import Recorder
-from workers.training.optim import moment_norms, norms_by_name, projection
+from workers.training.norms import moment_norms, norms_by_name, projection
 
 NAMES = {
     "prompts": "prompt_ids",

@@ -17,7 +17,7 @@ import torch
 from tests.waiting import wait_until
 from verl_like.errors import CheckpointError
 from verl_like.files import fingerprint
-from verl_like.process.machine import children
+from verl_like.process.family import children
 from workers.training.checkpoints import background_copies, copy_process
 from workers.training.checkpoints.background_copies import LOWEST_PRIORITY, FileCopies, Files
 
