@@ -22,8 +22,6 @@ from workers.training.optim import (
     build_optimizer,
     check_optim,
     lr_factor,
-    projection,
-    signs,
 )
 
 TOTAL = 20
@@ -156,17 +154,3 @@ def test_norms_do_not_change_without_a_gradient(one_layer_dir: Path) -> None:
     for norms_moved, matrices_moved in run_kept(2, moved_without_gradient, one_layer_dir):
         assert not norms_moved
         assert matrices_moved
-
-
-def test_a_projection_shows_a_change_that_the_norm_does_not() -> None:
-    weight = torch.randn(48, 31, generator=torch.Generator().manual_seed(1))
-    change = torch.randn(48, 31, generator=torch.Generator().manual_seed(2))
-    change -= weight * (weight * change).sum() / weight.square().sum()
-    other = weight + 1e-3 * change
-    assert float(other.norm()) == pytest.approx(float(weight.norm()), rel=1e-6)
-    assert projection(weight) != pytest.approx(projection(other), abs=1e-4)
-    assert projection(3 * weight) == pytest.approx(projection(weight), abs=1e-6)
-    assert projection(weight[0]) == pytest.approx(
-        float(signs(31).double() @ weight[0].double() * signs(1)) / float(weight[0].norm()),
-        abs=1e-6,
-    )
