@@ -1,4 +1,4 @@
-"""What a user does with a pretrained model: sample, SFT, GRPO, export, chat, evaluate, resume."""
+"""Sample, train, export, chat, evaluate and resume with a pretrained model, as users do."""
 
 from __future__ import annotations
 

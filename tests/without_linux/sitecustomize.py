@@ -69,7 +69,7 @@ MISSING: dict[ModuleType, str] = {
     """,
     time: "CLOCK_BOOTTIME CLOCK_TAI pthread_getcpuclockid",
 }
-"""What these modules lack on macOS."""
+"""Module -> names that it lacks on macOS."""
 MISSING_IN_LIBC = {"capget", "capset", "mallopt", "malloc_trim", "prctl", "syscall", "unshare"}
 LONGEST_SOCKET = 103
 """Longest path of a Unix socket on macOS, in bytes."""

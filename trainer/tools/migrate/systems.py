@@ -98,7 +98,7 @@ class System:
     read_record: Callable[[Path], Translation | None] = lambda _: None
     """Returns None for a folder without a record."""
     hint: str = ""
-    """How a Python program with settings in its code is translated; the last line of a message."""
+    """The last line of a message: the way to translate a program with settings in its code."""
     has_rules: bool = False
     """True if a command needs no reward, because rows name built-in rules."""
 
